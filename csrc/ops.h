@@ -1,0 +1,97 @@
+// The four operations of mlx-mtp. Each is lazy, differentiable nowhere, works on
+// any stream and under mx.compile, and never evaluates on the host.
+//
+// Dims: B sequences, K drafts, T = K + 1 verified positions, V vocabulary,
+// H heads, D head dim, S cache slots. Floating inputs are float32, float16 or
+// bfloat16 with any strides; math is in float32 or wider. Token ids are int32.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <variant>
+
+#include "mlx/array.h"
+#include "mlx/utils.h"
+
+namespace mlx_mtp {
+
+namespace mx = mlx::core;
+
+// A scalar for all sequences or an array with one value a sequence.
+using Param = std::variant<float, mx::array>;
+
+// The shaped distribution of one row z of logits, one definition for target and
+// draft. temperature_first: z / temperature, keep the top_k largest, renormalise,
+// keep the smallest set {z >= t} with mass >= top_p, keep probabilities >= min_p
+// times the largest, renormalise. temperature_last: top_p, min_p and top_k each
+// measured on the full row at temperature 1, then / temperature and renormalise.
+// Ties at a threshold are all kept. temperature 0 is argmax, lowest id on ties.
+// top_k 0, top_p 1 and min_p 0 are off.
+struct SamplingParams {
+  Param temperature = 1.0f;
+  Param top_k = 0.0f;
+  Param top_p = 1.0f;
+  Param min_p = 0.0f;
+  bool temperature_first = true;
+};
+
+// Draws one token a row by inverse CDF.
+// logits [..., V], uniforms [..., 2] float32, allowed [..., ceil(V / 32)] uint32
+// -> tokens [...] int32,
+//    stats [..., 3] float32: log-sum-exp over the survivors, threshold in raw
+//    logit units, 1 / temperature
+std::pair<mx::array, mx::array> sample(
+    const mx::array& logits,
+    const mx::array& uniforms,
+    const SamplingParams& params = {},
+    const std::optional<mx::array>& allowed = std::nullopt,
+    mx::StreamOrDevice s = {});
+
+// Exact speculative verification (Leviathan et al. 2023, Chen et al. 2023).
+// target_logits [B, T, V], draft_tokens [B, K], draft_logits [B, K, V] or none
+// (point-mass drafts), uniforms [B, K + 2] float32, draft_stats [B, K, 3] float32,
+// draft_lengths [B] int32, allowed [B, T, ceil(V / 32)] uint32
+// -> tokens [B, T] int32, -1 after the last emitted one
+//    accepted [B] int32, -1 for a sequence whose rows are unusable
+//    logprobs [B, T] float32 of the emitted tokens: the target's log-softmax
+//    after masks, before temperature and filters
+std::tuple<mx::array, mx::array, mx::array> verify_draft(
+    const mx::array& target_logits,
+    const mx::array& draft_tokens,
+    const std::optional<mx::array>& draft_logits,
+    const mx::array& uniforms,
+    const std::optional<mx::array>& draft_stats = std::nullopt,
+    const SamplingParams& params = {},
+    const std::optional<SamplingParams>& draft_params = std::nullopt,
+    const std::optional<mx::array>& draft_lengths = std::nullopt,
+    const std::optional<mx::array>& allowed = std::nullopt,
+    mx::StreamOrDevice s = {});
+
+// Writes the first count[b] staged rows at start[b] (modulo ring when ring > 0).
+// cache [B, H, S, D], rows [B, H, T, D], start [B] int32, count [B] int32
+// -> cache, in place when it is donated
+mx::array commit_rows(
+    const mx::array& cache,
+    const mx::array& rows,
+    const mx::array& start,
+    const mx::array& count,
+    int ring = 0,
+    mx::StreamOrDevice s = {});
+
+// The Gated DeltaNet state after the first steps[b] steps.
+// state [B, Hv, Dv, Dk] float32, k [B, T, Hk, Dk], v [B, T, Hv, Dv],
+// g [B, T, Hv], beta [B, T, Hv], steps [B] int32, q [B, T, Hk, Dk]
+// -> state, and y [B, T, Hv, Dv] when q is given
+std::pair<mx::array, std::optional<mx::array>> gated_delta_replay(
+    const mx::array& state,
+    const mx::array& k,
+    const mx::array& v,
+    const mx::array& g,
+    const mx::array& beta,
+    const mx::array& steps,
+    const std::optional<mx::array>& q = std::nullopt,
+    mx::StreamOrDevice s = {});
+
+} // namespace mlx_mtp
