@@ -1,0 +1,4 @@
+// GPU evaluation of builds without a GPU backend.
+#include <stdexcept>
+
+#include "primitives.h"

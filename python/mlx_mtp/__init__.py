@@ -1,0 +1,1 @@
+"""Exact multi-token-prediction speculative decoding for MLX."""
