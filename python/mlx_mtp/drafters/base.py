@@ -1,0 +1,96 @@
+"""The drafter protocol: what a round asks of anything that proposes tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+
+DrafterState = Any  # a tree of arrays, owned by the loop
+
+
+class DrafterMismatch(ValueError):
+    """A drafter and a target that do not fit. The message names what differs."""
+
+
+class Drafts(NamedTuple):
+    """The proposals of one round.
+
+    Args:
+        tokens (array): ``(B, K)`` int32.
+        logits (array, optional): ``(B, K, V)``, the rows that the tokens were drawn
+            from. ``None`` for point masses, such as copied tokens.
+        stats (array, optional): ``(B, K, 3)`` float32, as ``ops.sample`` gives them.
+        lengths (array, optional): ``(B,)`` int32, how many of the K tokens are
+            proposals. ``None`` is K.
+    """
+
+    tokens: mx.array
+    logits: mx.array | None = None
+    stats: mx.array | None = None
+    lengths: mx.array | None = None
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """Everything a drafter gets for one round, all of it arrays of the last round.
+
+    Args:
+        tokens (array): ``(B, T)`` int32, the tokens emitted, newest at ``count - 1``.
+        count (array): ``(B,)`` int32, how many they are.
+        hidden (array, optional): ``(B, T, H)``, the target's hidden rows; row i is
+            the one that predicted ``tokens[:, i]``.
+        attended (int): Static bound of the cache slots in use.
+        depth (int): K, how many tokens to propose.
+        draw (callable): ``draw(logits (B, V), i) -> (tokens (B,), stats (B, 3) | None)``,
+            the draw for slot i from the stream's draft distribution.
+    """
+
+    tokens: mx.array
+    count: mx.array
+    hidden: mx.array | None
+    attended: int
+    depth: int
+    draw: Callable[[mx.array, int], tuple[mx.array, mx.array | None]]
+
+
+class Drafter(Protocol):
+    """Proposes the next K tokens of each sequence.
+
+    A drafter holds weights and settings only. What belongs to one stream is a tree
+    of arrays that the loop owns and passes in.
+
+    Attributes:
+        name: For telemetry and messages.
+        max_depth: The largest K it is good for.
+        needs_hidden: Whether it reads the target's hidden rows.
+        needs_shared_kv: Whether it attends to the target's keys and values.
+        greedy_only: Whether its proposals are points, never draws.
+    """
+
+    name: str
+    max_depth: int
+    needs_hidden: bool
+    needs_shared_kv: bool
+    greedy_only: bool
+
+    def check(self, target: Any) -> None:
+        """Raises DrafterMismatch when it cannot draft for ``target``."""
+
+    def begin(self, prompt: mx.array, capacity: int) -> DrafterState:
+        """The state of new streams over ``prompt`` ``(B, P)``."""
+
+    def prefill(
+        self, state: DrafterState, following: mx.array, hidden: mx.array
+    ) -> DrafterState:
+        """Takes prompt rows: ``hidden`` ``(B, N, H)`` and the tokens after each."""
+
+    def propose(
+        self, state: DrafterState, context: DraftContext
+    ) -> tuple[Drafts, DrafterState]:
+        """Commits the last round's tokens to its state and drafts the next ones."""
+
+    def grow(self, state: DrafterState, capacity: int) -> DrafterState:
+        """The same state with room for ``capacity`` tokens."""

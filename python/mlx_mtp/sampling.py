@@ -1,0 +1,96 @@
+"""Sampling parameters of a stream and the uniforms that its draws consume."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import mlx.core as mx
+
+FilterOrder = Literal["temperature_first", "temperature_last"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The shaped distribution that a stream is drawn from.
+
+    ``temperature_first`` (Hugging Face, vLLM) divides by the temperature, then
+    filters by ``top_k``, ``top_p`` and ``min_p`` in this order;
+    ``temperature_last`` (``mlx_lm``) filters the row at temperature 1 by ``top_p``,
+    ``min_p`` and ``top_k``, then divides. Ties at a threshold are all kept.
+
+    Args:
+        temperature (float): 0 is greedy: the argmax, lowest id on ties.
+        top_k (int): Keep the k largest logits. 0 is off.
+        top_p (float): Keep the smallest set with this mass. 1 is off.
+        min_p (float): Keep tokens with at least this fraction of the largest
+            probability. 0 is off.
+        filter_order (str): ``temperature_first`` or ``temperature_last``.
+
+    Raises:
+        ValueError: A value is out of its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    filter_order: FilterOrder = "temperature_first"
+
+    def __post_init__(self):
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(
+                f"temperature must be finite and at least 0 but is {self.temperature}."
+            )
+        if int(self.top_k) != self.top_k or self.top_k < 0:
+            raise ValueError(f"top_k must be an integer >= 0 but is {self.top_k}.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1] but is {self.top_p}.")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1] but is {self.min_p}.")
+        if self.filter_order not in ("temperature_first", "temperature_last"):
+            raise ValueError(
+                "filter_order must be 'temperature_first' or 'temperature_last' "
+                f"but is {self.filter_order!r}."
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every draw is the argmax."""
+        return self.temperature == 0
+
+    def arrays(self, batch: int) -> dict[str, mx.array]:
+        """The numeric parameters as arrays of shape ``(batch,)``."""
+        return {
+            "temperature": mx.full((batch,), self.temperature, mx.float32),
+            "top_k": mx.full((batch,), self.top_k, mx.int32),
+            "top_p": mx.full((batch,), self.top_p, mx.float32),
+            "min_p": mx.full((batch,), self.min_p, mx.float32),
+        }
+
+
+def stream_key(seed: int | None = None) -> mx.array:
+    """The key of one stream, ``(1, 2)`` uint32.
+
+    Without a seed it comes from MLX's global state, so that ``mx.random.seed``
+    makes a program reproducible.
+    """
+    if seed is None:
+        return mx.random.randint(0, 2**31 - 1, (1, 2)).astype(mx.uint32)
+    return mx.random.key(seed)[None]
+
+
+def split_keys(keys: mx.array) -> tuple[mx.array, mx.array]:
+    """Splits each key of ``keys`` ``(B, 2)``: the next keys and the ones to use now."""
+    pairs = mx.vmap(mx.random.split)(keys)  # (B, 2, 2)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def uniforms(keys: mx.array, count: int) -> mx.array:
+    """``count`` uniforms in [0, 1) for each key: ``(B, 2) -> (B, count)`` float32.
+
+    A row depends on its own key alone, so a stream draws the same numbers in every
+    batch and every slot.
+    """
+    return mx.vmap(lambda key: mx.random.uniform(shape=(count,), key=key))(keys)

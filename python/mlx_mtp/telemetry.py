@@ -1,0 +1,105 @@
+"""Counters of one speculative stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Telemetry:
+    """What a stream did. Counters only grow.
+
+    Args:
+        rounds (int): Draft-verify-accept rounds read by the host.
+        drafted (int): Tokens proposed by the drafter.
+        accepted (int): Proposed tokens that the target accepted.
+        round_tokens (int): Tokens that rounds gave: accepted + one correction or
+            bonus a round.
+        emitted (int): Tokens handed to the caller, the first one of the prompt
+            included. Tokens of a round behind a stop are not.
+        target_calls (int): Forwards of the target after the prompt.
+        draft_calls (int): Forwards of the drafter after the prompt.
+        reached_at, accepted_at (list[int]): By position in the block: rounds whose
+            drafts before it were all accepted, and those that accepted it too.
+        seconds (dict[str, float]): Host wall time by phase: ``prefill``; ``build``
+            (graph of the next round); ``wait`` (for the round being read);
+            ``shape`` (host-side processors and samplers); ``close``.
+        fallback (str | None): Why the stream did not speculate, or not in one
+            compiled round.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    round_tokens: int = 0
+    emitted: int = 0
+    target_calls: int = 0
+    draft_calls: int = 0
+    reached_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    fallback: str | None = None
+
+    @property
+    def rejected(self) -> int:
+        """drafted - accepted: the rejected drafts and those behind them."""
+        return self.drafted - self.accepted
+
+    @property
+    def acceptance_rate(self) -> float:
+        """accepted / drafted, 0 when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """round_tokens / rounds, the correction or bonus included."""
+        return self.round_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """accepted_at / reached_at for each position."""
+        return [a / r for a, r in zip(self.accepted_at, self.reached_at, strict=True)]
+
+    def count_round(self, drafted: int, accepted: int, draft_calls: int) -> None:
+        """Counts one round of ``drafted`` proposals."""
+        self.rounds += 1
+        self.target_calls += 1
+        self.draft_calls += draft_calls
+        self.drafted += drafted
+        self.accepted += accepted
+        self.round_tokens += accepted + 1
+        reached = min(drafted, accepted + 1)
+        for counts, n in ((self.reached_at, reached), (self.accepted_at, accepted)):
+            counts.extend([0] * (reached - len(counts)))
+            for i in range(n):
+                counts[i] += 1
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the wall time of a block to ``seconds[name]``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
+
+    def to_dict(self) -> dict:
+        """Counters and rates as plain values for JSON."""
+        return {
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "rejected": self.rejected,
+            "emitted": self.emitted,
+            "target_calls": self.target_calls,
+            "draft_calls": self.draft_calls,
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_round": self.tokens_per_round,
+            "acceptance_by_position": self.acceptance_by_position,
+            "seconds": dict(self.seconds),
+            "fallback": self.fallback,
+        }
