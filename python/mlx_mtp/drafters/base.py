@@ -83,9 +83,16 @@ class Drafter(Protocol):
         """The state of new streams over ``prompt`` ``(B, P)``."""
 
     def prefill(
-        self, state: DrafterState, following: mx.array, hidden: mx.array
+        self,
+        state: DrafterState,
+        following: mx.array,
+        hidden: mx.array | None,
+        attended: int,
     ) -> DrafterState:
-        """Takes prompt rows: ``hidden`` ``(B, N, H)`` and the tokens after each."""
+        """Takes prompt rows: ``hidden`` ``(B, N, H)`` and the tokens after each.
+
+        ``attended`` bounds the slots in use with these rows.
+        """
 
     def propose(
         self, state: DrafterState, context: DraftContext

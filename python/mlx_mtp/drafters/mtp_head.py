@@ -234,9 +234,9 @@ class MTPHeadDrafter:
         ]
         return buffers, mx.zeros((batch,), mx.int32)
 
-    def prefill(self, state, following, hidden):
-        buffers, offset = state
-        views = self._views(state, buffers[0][0].shape[2])
+    def prefill(self, state, following, hidden, attended):
+        _, offset = state
+        views = self._views(state, attended)
         self.head(self._embed(following), hidden, views)
         return self._collect(views), offset + following.shape[1]
 

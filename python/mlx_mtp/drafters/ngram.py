@@ -43,7 +43,7 @@ class NGramDrafter:
         history[:, : prompt.shape[1]] = prompt
         return history, mx.full((prompt.shape[0],), prompt.shape[1], mx.int32)
 
-    def prefill(self, state, following, hidden):
+    def prefill(self, state, following, hidden, attended):
         return state
 
     def grow(self, state, capacity):

@@ -1,0 +1,50 @@
+"""The target protocol: what a round asks of the model that is sped up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+
+from ..state import Adapter
+
+
+class TargetOutput(NamedTuple):
+    """One forward, both lazy: what nobody reads is not computed.
+
+    Args:
+        logits (array): ``(B, T, V)``.
+        hidden (array, optional): ``(B, T, H)``, the rows that ``logits`` came from.
+    """
+
+    logits: mx.array
+    hidden: mx.array | None = None
+
+
+class Target(Protocol):
+    """A causal model whose state can be rolled back.
+
+    Attributes:
+        vocab_size, hidden_size: V and H.
+        adapters: One state adapter for each entry of a prompt cache.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    adapters: Sequence[Adapter]
+
+    def make_cache(self) -> list[Any]:
+        """A new prompt cache."""
+
+    def prefill(self, tokens: mx.array, caches: Sequence[Any]) -> TargetOutput:
+        """Feeds ``tokens`` ``(B, T)`` through the model's own caches."""
+
+    def forward(self, tokens: mx.array, views: Sequence[Any]) -> TargetOutput:
+        """Feeds ``tokens`` ``(B, T)`` through the views of a round."""
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Input embeddings ``(B, T, H)``, for drafters that share them."""
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """The output projection of hidden rows, for drafters that share it."""

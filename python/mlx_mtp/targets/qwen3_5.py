@@ -1,0 +1,82 @@
+"""Qwen3.5 and 3.6: full attention and Gated DeltaNet layers."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.gated_delta import compute_g, normalize_qk
+
+from ..ops import gated_delta_replay
+from ..state import GatedDeltaAdapter, KVAdapter
+from .base import TargetOutput
+
+
+class Qwen35Target:
+    """A Qwen3.5 text model, dense or MoE.
+
+    The prompt runs through the model's own forward. A round walks the layers here,
+    so that the inputs of every recurrence are at hand for the rollback and nothing
+    in the model is touched.
+    """
+
+    def __init__(self, model):
+        text = model.language_model
+        self.model, self.text, self.trunk = model, text, text.model
+        self.vocab_size = text.args.vocab_size
+        self.hidden_size = text.args.hidden_size
+        self.adapters = [
+            GatedDeltaAdapter(layer.linear_attn.num_k_heads)
+            if layer.is_linear
+            else KVAdapter()
+            for layer in self.trunk.layers
+        ]
+
+    def make_cache(self):
+        return self.model.make_cache()
+
+    def embed(self, tokens):
+        return self.trunk.embed_tokens(tokens)
+
+    def logits(self, hidden):
+        if self.text.args.tie_word_embeddings:
+            return self.trunk.embed_tokens.as_linear(hidden)
+        return self.text.lm_head(hidden)
+
+    def prefill(self, tokens, caches):
+        hidden = self.trunk(tokens, cache=caches)
+        return TargetOutput(self.logits(hidden), hidden)
+
+    def forward(self, tokens, views):
+        x = self.embed(tokens)
+        mask = None
+        for layer, view in zip(self.trunk.layers, views, strict=True):
+            y = layer.input_layernorm(x)
+            if layer.is_linear:
+                x = x + _gated_delta_net(layer.linear_attn, y, view)
+            else:
+                mask = view.make_mask(tokens.shape[1]) if mask is None else mask
+                x = x + layer.self_attn(y, mask, view)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        hidden = self.trunk.norm(x)
+        return TargetOutput(self.logits(hidden), hidden)
+
+
+def _gated_delta_net(net, x: mx.array, view) -> mx.array:
+    """The layer of ``mlx_lm`` on a view, with its recurrence as one op."""
+    batch, width, _ = x.shape
+    z = net.in_proj_z(x).reshape(batch, width, net.num_v_heads, net.head_v_dim)
+    beta = mx.sigmoid(net.in_proj_b(x))
+    g = compute_g(net.A_log, net.in_proj_a(x), net.dt_bias)
+    conv_input = mx.concatenate([view.window, net.in_proj_qkv(x)], axis=1)
+    q, k, v = mx.split(
+        nn.silu(net.conv1d(conv_input)), [net.key_dim, 2 * net.key_dim], axis=-1
+    )
+    heads = (batch, width, net.num_k_heads, net.head_k_dim)
+    q, k = normalize_qk(
+        q.reshape(heads), k.reshape(heads), inv_scale=net.head_k_dim**-0.5, eps=1e-6
+    )
+    v = v.reshape(batch, width, net.num_v_heads, net.head_v_dim)
+    steps = mx.full((batch,), width, mx.int32)
+    _, y = gated_delta_replay(view.state, k, v, g, beta, steps, q=q)
+    view.inputs = (conv_input, k, v, g, beta)
+    return net.out_proj(net.norm(y, z).reshape(batch, width, -1))
