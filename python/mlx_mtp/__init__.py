@@ -1,1 +1,36 @@
-"""Exact multi-token-prediction speculative decoding for MLX."""
+"""Exact multi-token-prediction speculative decoding for MLX.
+
+Names are imported at first use: the command line must choose a BLAS before MLX is
+loaded, and ``mlx_mtp.reasoning`` needs no MLX at all.
+"""
+
+from importlib import import_module
+
+_HOME = {
+    "load": ".load",
+    "generate": ".generate",
+    "stream_generate": ".generate",
+    "make_sampler": ".generate",
+    "speculative_step": ".speculative",
+    "SamplingParams": ".sampling",
+    "Telemetry": ".telemetry",
+    "MTPHeadDrafter": ".drafters",
+    "NGramDrafter": ".drafters",
+    "sample": ".ops",
+    "verify_draft": ".ops",
+    "commit_rows": ".ops",
+    "gated_delta_replay": ".ops",
+}
+
+__all__ = sorted(_HOME)
+__version__ = "0.1.0"
+
+
+def __getattr__(name):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name], __name__), name)
+
+
+def __dir__():
+    return [*globals(), *__all__]

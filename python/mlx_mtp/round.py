@@ -1,0 +1,269 @@
+"""One speculative round as a pure function of arrays.
+
+draft -> verify -> accept -> commit. Nothing here reads a value on the host: offsets,
+accepted counts and random keys are arrays, so a round is compiled once a shape and
+the next one can be built while this one runs. Everything is batched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from .drafters import DraftContext, Drafts
+from .ops import sample, verify_draft
+from .sampling import FilterOrder, split_keys, uniforms
+from .state import Position
+
+RoundState = dict[str, Any]
+
+
+class Proposal(NamedTuple):
+    """A drafted block before the target has seen it."""
+
+    drafts: Drafts
+    draft_state: Any
+    uniforms: mx.array | None  # (B, K + 2): coins and the final draw
+    keys: mx.array
+
+
+class RoundResult(NamedTuple):
+    """What the host may read of a round.
+
+    Args:
+        counts (array): ``(B, T + 2)`` int32: accepted, drafted and the T tokens, as
+            one array for one transfer.
+        logprobs (array): ``(B, T)`` float32, as ``ops.verify_draft`` gives them.
+        logits (array): ``(B, T, V)``, the target's rows.
+    """
+
+    counts: mx.array
+    logprobs: mx.array
+    logits: mx.array
+
+
+class Round:
+    """The round of one target, drafter and depth.
+
+    Args:
+        target, drafter: See their protocols.
+        depth (int): K, the drafts of a round.
+        greedy (bool): Every draw is an argmax; no random numbers are made.
+        filter_order (str): See ``SamplingParams``.
+
+    ``traces`` counts how often the round was traced: once for each shape of its
+    state and each attended length.
+    """
+
+    def __init__(
+        self,
+        target,
+        drafter,
+        depth: int,
+        *,
+        greedy: bool,
+        filter_order: FilterOrder = "temperature_first",
+    ):
+        self.target, self.drafter, self.depth = target, drafter, depth
+        self.greedy, self.filter_order = greedy, filter_order
+        self.width = depth + 1
+        self.traces = 0
+        self._compiled: dict[tuple[str, int], Any] = {}
+
+    def begin(
+        self,
+        leaves: Sequence[tuple[mx.array, ...]],
+        offset: int,
+        draft_state,
+        token: mx.array,
+        hidden: mx.array | None,
+        keys: mx.array,
+        params: dict[str, mx.array],
+        draft_params: dict[str, mx.array],
+    ) -> RoundState:
+        """The state of streams whose prompt is cached and whose first token is drawn.
+
+        Args:
+            leaves: Adopted caches, one tuple an adapter.
+            offset: Tokens in the caches.
+            token: ``(B,)``, the first token.
+            hidden: ``(B, 1, H)``, the row that predicted it.
+            keys: ``(B, 2)``, one key a stream.
+            params, draft_params: ``SamplingParams.arrays``.
+        """
+        batch = token.shape[0]
+        spare = [(0, 0), (0, self.depth)]
+        state = {
+            "leaves": list(leaves),
+            "offset": mx.full((batch,), offset, mx.int32),
+            "steps": mx.zeros((batch,), mx.int32),
+            "draft": draft_state,
+            "tokens": mx.pad(
+                token[:, None].astype(mx.int32), spare, constant_values=mx.array(-1)
+            ),
+            "count": mx.ones((batch,), mx.int32),
+            "keys": keys,
+            "params": params,
+            "draft_params": draft_params,
+        }
+        if self.drafter.needs_hidden:
+            state["hidden"] = mx.pad(hidden, [*spare, (0, 0)])
+        return state
+
+    def __call__(
+        self, state: RoundState, attended: int
+    ) -> tuple[RoundState, RoundResult]:
+        """One round over the first ``attended`` slots, compiled."""
+        return self._call("whole", self.whole, attended, state)
+
+    def whole(self, state, attended, offset=None):
+        """The round as a plain function; see ``verify`` for ``offset``."""
+        self.traces += 1
+        proposal = self.draft(state, attended)
+        verified, logits = self.verify(state, proposal, attended, offset)
+        tokens, accepted, logprobs = self.accept(state, proposal, logits)
+        state, counts = self.commit(verified, proposal, tokens, accepted)
+        return state, RoundResult(counts, logprobs, logits)
+
+    def halves(self, state, attended, offset=None):
+        """A round up to the target's logits; ``accept`` and ``commit`` are yours."""
+        proposal = Proposal(*self._call("draft", self.draft, attended, state))
+        if offset is None:
+            verified, logits = self._call(
+                "verify", self.verify, attended, state, proposal
+            )
+        else:
+            verified, logits = self.verify(state, proposal, attended, offset)
+        return proposal, verified, logits
+
+    def draft(self, state, attended) -> Proposal:
+        keys, draws = state["keys"], None
+        if not self.greedy:
+            keys, now = split_keys(keys)
+            # Draft draws, coins and the final draw are disjoint columns.
+            draws = uniforms(now, 3 * self.depth + 2)
+
+        def draw(logits, i):
+            if self.greedy:
+                return mx.argmax(logits, axis=-1).astype(mx.int32), None
+            return sample(
+                logits,
+                draws[:, 2 * i : 2 * i + 2],
+                **state["draft_params"],
+                filter_order=self.filter_order,
+            )
+
+        context = DraftContext(
+            state["tokens"],
+            state["count"],
+            state.get("hidden"),
+            attended,
+            self.depth,
+            draw,
+        )
+        drafts, draft_state = self.drafter.propose(state["draft"], context)
+        coins = None if draws is None else draws[:, 2 * self.depth :]
+        return Proposal(drafts, draft_state, coins, keys)
+
+    def verify(self, state, proposal, attended, offset=None):
+        """The target's forward over the newest token and the drafts.
+
+        Args:
+            offset (int, optional): The cache's length as a host integer, for models
+                that cannot be traced with a device offset.
+        """
+        newest = mx.take_along_axis(
+            state["tokens"], mx.maximum(state["count"] - 1, 0)[:, None], axis=1
+        )
+        rows = mx.concatenate([newest, Drafts(*proposal.drafts).tokens], axis=1)
+        rows = mx.clip(rows, 0, self.target.vocab_size - 1)
+        position = Position(
+            state["offset"] if offset is None else offset,
+            state["steps"],
+            attended if offset is None else offset + self.width,
+        )
+        adapters = self.target.adapters
+        views = [
+            adapter.view(leaves, position)
+            for adapter, leaves in zip(adapters, state["leaves"], strict=True)
+        ]
+        out = self.target.forward(rows, views)
+        verified = {
+            **state,
+            "leaves": [
+                adapter.collect(view)
+                for adapter, view in zip(adapters, views, strict=True)
+            ],
+        }
+        if "hidden" in state:
+            verified["hidden"] = out.hidden
+        return verified, out.logits
+
+    def accept(self, state, proposal, logits):
+        """Exact acceptance: tokens ``(B, T)``, accepted ``(B,)``, logprobs ``(B, T)``."""
+        drafts, batch = Drafts(*proposal.drafts), logits.shape[0]
+        coins = proposal.uniforms
+        if coins is None:
+            coins = mx.zeros((batch, self.depth + 2))
+        return verify_draft(
+            logits,
+            drafts.tokens,
+            drafts.logits,
+            uniforms=coins,
+            draft_stats=drafts.stats,
+            draft_lengths=drafts.lengths,
+            **state["params"],
+            filter_order=self.filter_order,
+        )
+
+    def commit(self, verified, proposal, tokens, accepted):
+        """The next state. A flagged row (accepted -1) keeps its caches' length."""
+        count = accepted + 1
+        state = {
+            **verified,
+            "offset": verified["offset"] + count,
+            "steps": count,
+            "draft": proposal.draft_state,
+            "tokens": tokens,
+            "count": count,
+            "keys": proposal.keys,
+        }
+        lengths = Drafts(*proposal.drafts).lengths
+        if lengths is None:
+            lengths = mx.full(accepted.shape, self.depth, mx.int32)
+        counts = mx.concatenate(
+            [accepted[:, None], lengths[:, None], tokens], axis=1
+        )
+        return state, counts
+
+    def grow(self, state: RoundState, capacity: int) -> RoundState:
+        """The same state with room for ``capacity`` tokens."""
+        return {
+            **state,
+            "leaves": [
+                adapter.grow(leaves, capacity)
+                for adapter, leaves in zip(
+                    self.target.adapters, state["leaves"], strict=True
+                )
+            ],
+            "draft": self.drafter.grow(state["draft"], capacity),
+        }
+
+    def _call(self, name, function, attended, *args):
+        key = (name, attended)
+        if key not in self._compiled:
+            self._compiled[key] = mx.compile(partial(function, attended=attended))
+        return self._compiled[key](*args)
+
+
+def stack_states(states: Sequence[RoundState]) -> RoundState:
+    """Rows of several streams as one batch. All must have the same shapes."""
+    first = states[0]
+    if isinstance(first, dict):
+        return {key: stack_states([s[key] for s in states]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return type(first)(stack_states(x) for x in zip(*states, strict=True))
+    return mx.concatenate(list(states), axis=0)
