@@ -45,5 +45,120 @@ NB_MODULE(_ext, m) {
           "def commit_rows(cache: mlx.core.array, rows: mlx.core.array, "
           "start: mlx.core.array, count: mlx.core.array, *, ring: int = 0, "
           "stream: None | mlx.core.Stream | mlx.core.Device = None) "
-          "-> mlx.core.array"));
+          "-> mlx.core.array"),
+      R"pbdoc(
+        Write the first ``count[b]`` staged rows of each sequence into a cache.
+
+        Row ``i`` of sequence ``b`` goes to slot ``start[b] + i``, or to slot
+        ``(start[b] + i) % ring`` of a ring buffer that fills the first ``ring``
+        slots. All other slots keep their values. The cache is updated in place
+        when nothing else refers to it, so the time does not depend on its size:
+        drop the old array, as in ``cache = commit_rows(cache, ...)``. Otherwise
+        the result is a copy.
+
+        Nothing is ever written outside the cache. ``count`` is clamped to
+        ``[0, min(T, S)]`` and then ``start`` to ``[0, S - count]``; with a ring
+        ``count`` is clamped to ``[0, min(T, ring)]`` and ``start`` is taken
+        modulo ``ring``, also when negative. Values are copied bit by bit.
+
+        Dims: ``B`` sequences, ``H`` heads, ``S`` slots, ``T`` staged rows,
+        ``D`` head dim.
+
+        Args:
+            cache (array): Shape ``(B, H, S, D)``, any dtype.
+            rows (array): Shape ``(B, H, T, D)``, the dtype of ``cache``.
+            start (array): First slot, shape ``(B,)``, any integer dtype.
+            count (array): Rows to write, shape ``(B,)``, any integer dtype.
+            ring (int): Slots of the ring buffer. 0 is no ring. Default: ``0``.
+            stream (Stream, optional): Stream or device. Default: ``None``.
+
+        Returns:
+            array: The cache with the rows written.
+
+        Raises:
+            ValueError: A shape, a dtype or ``ring`` does not fit.
+
+        Example:
+            >>> cache = mx.zeros((1, 1, 4, 1))
+            >>> rows = mx.array([1.0, 2.0, 3.0]).reshape(1, 1, 3, 1)
+            >>> cache = commit_rows(cache, rows, mx.array([1]), mx.array([2]))
+            >>> cache.flatten()
+            array([0, 1, 2, 0], dtype=float32)
+      )pbdoc");
+  m.def(
+      "gated_delta_replay",
+      [](const mx::array& state,
+         const mx::array& k,
+         const mx::array& v,
+         const mx::array& g,
+         const mx::array& beta,
+         const mx::array& steps,
+         const std::optional<mx::array>& q,
+         mx::StreamOrDevice s) -> nb::object {
+        auto [out, y] = gated_delta_replay(state, k, v, g, beta, steps, q, s);
+        return y ? nb::make_tuple(out, *y) : nb::cast(out);
+      },
+      "state"_a,
+      "k"_a,
+      "v"_a,
+      "g"_a,
+      "beta"_a,
+      "steps"_a,
+      "q"_a = nb::none(),
+      nb::kw_only(),
+      "stream"_a = nb::none(),
+      nb::sig(
+          "def gated_delta_replay(state: mlx.core.array, k: mlx.core.array, "
+          "v: mlx.core.array, g: mlx.core.array, beta: mlx.core.array, "
+          "steps: mlx.core.array, q: mlx.core.array | None = None, *, "
+          "stream: None | mlx.core.Stream | mlx.core.Device = None) "
+          "-> mlx.core.array | tuple[mlx.core.array, mlx.core.array]"),
+      R"pbdoc(
+        The state of a Gated DeltaNet after the first ``steps[b]`` steps.
+
+        One step of a value head, with ``S`` its state of shape ``(Dv, Dk)``, is
+
+        .. code-block:: python
+
+          S = S * g
+          S = S + outer((v - S @ k) * beta, k)
+          y = S @ q
+
+        (Yang et al. 2024, "Gated Delta Networks", equation 10). Value head ``h``
+        uses key head ``h // (Hv // Hk)``. Math is in float32, each sum over
+        ``Dk`` runs from the first element to the last: on Linux x86-64 the result
+        is bit-equal to the recurrence of ``mlx_lm`` on the CPU. The state is
+        updated in place when nothing else refers to it.
+
+        Dims: ``B`` sequences, ``T`` steps, ``Hk`` key heads, ``Hv`` value heads
+        (a multiple of ``Hk``), ``Dk`` and ``Dv`` key and value head dims.
+
+        Args:
+            state (array): Shape ``(B, Hv, Dv, Dk)``, float32.
+            k (array): Shape ``(B, T, Hk, Dk)``.
+            v (array): Shape ``(B, T, Hv, Dv)``.
+            g (array): Decay in [0, 1], shape ``(B, T, Hv)``.
+            beta (array): Write strength, shape ``(B, T, Hv)``.
+            steps (array): Steps to take, shape ``(B,)``, any integer dtype,
+              clamped to ``[0, T]``. With 0 the state is returned unchanged.
+            q (array, optional): Shape ``(B, T, Hk, Dk)``. Default: ``None``.
+            stream (Stream, optional): Stream or device. Default: ``None``.
+
+        ``k``, ``v``, ``g``, ``beta`` and ``q`` are float32, float16 or bfloat16
+        with any strides. NaN and infinity spread as in the formula.
+
+        Returns:
+            array or tuple(array, array): The new state and, with ``q``, the
+            outputs ``y`` of shape ``(B, T, Hv, Dv)`` and the dtype of ``q``. Rows
+            of ``y`` from ``steps[b]`` on are zero.
+
+        Raises:
+            ValueError: A shape or a dtype does not fit.
+
+        Example:
+            >>> one = mx.ones((1, 2, 1, 1))
+            >>> g = mx.full((1, 2, 1), 0.5)
+            >>> gated_delta_replay(one[:, :1], one, one, g, g, mx.array([1]))
+            array([[[[0.75]]]], dtype=float32)
+      )pbdoc");
 }

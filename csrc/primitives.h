@@ -1,0 +1,56 @@
+// The graph nodes of the ops. Checks and construction are in ops/, evaluation
+// in one file a backend and op.
+#pragma once
+
+#include "mlx/primitives.h"
+
+namespace mlx_mtp {
+
+namespace mx = mlx::core;
+
+// inputs: cache, rows, start (int32), count (int32)
+class CommitRows : public mx::UnaryPrimitive {
+ public:
+  CommitRows(mx::Stream stream, int ring)
+      : mx::UnaryPrimitive(stream), ring_(ring) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override;
+  void eval_gpu(const std::vector<mx::array>& inputs, mx::array& out) override;
+
+  const char* name() const override {
+    return "CommitRows";
+  }
+  bool is_equivalent(const mx::Primitive& other) const override;
+  std::vector<mx::Shape> output_shapes(
+      const std::vector<mx::array>& inputs) override {
+    return {inputs[0].shape()};
+  }
+
+ private:
+  int ring_;
+};
+
+// inputs: state, k, v, g, beta, steps (int32) and optionally q
+// outputs: state, and y with q
+class GatedDeltaReplay : public mx::Primitive {
+ public:
+  explicit GatedDeltaReplay(mx::Stream stream) : mx::Primitive(stream) {}
+
+  void eval_cpu(
+      const std::vector<mx::array>& inputs,
+      std::vector<mx::array>& outputs) override;
+  void eval_gpu(
+      const std::vector<mx::array>& inputs,
+      std::vector<mx::array>& outputs) override;
+
+  const char* name() const override {
+    return "GatedDeltaReplay";
+  }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return true;
+  }
+  std::vector<mx::Shape> output_shapes(
+      const std::vector<mx::array>& inputs) override;
+};
+
+} // namespace mlx_mtp
