@@ -7,10 +7,10 @@ loaded, and ``mlx_mtp.reasoning`` needs no MLX at all.
 from importlib import import_module
 
 _HOME = {
-    "load": ".load",
-    "generate": ".generate",
-    "stream_generate": ".generate",
-    "make_sampler": ".generate",
+    "load": ".loading",
+    "generate": ".generation",
+    "stream_generate": ".generation",
+    "make_sampler": ".generation",
     "speculative_step": ".speculative",
     "SamplingParams": ".sampling",
     "Telemetry": ".telemetry",

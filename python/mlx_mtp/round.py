@@ -76,42 +76,39 @@ class Round:
     def begin(
         self,
         leaves: Sequence[tuple[mx.array, ...]],
-        offset: int,
+        length: int,
         draft_state,
-        token: mx.array,
         hidden: mx.array | None,
         keys: mx.array,
         params: dict[str, mx.array],
         draft_params: dict[str, mx.array],
-    ) -> RoundState:
-        """The state of streams whose prompt is cached and whose first token is drawn.
+    ) -> tuple[RoundState, Proposal]:
+        """Streams whose prompt is cached, and the empty proposal for its last row.
+
+        ``accept`` and ``commit`` of that proposal draw the first token.
 
         Args:
             leaves: Adopted caches, one tuple an adapter.
-            offset: Tokens in the caches.
-            token: ``(B,)``, the first token.
-            hidden: ``(B, 1, H)``, the row that predicted it.
+            length: Tokens in the caches.
+            hidden: ``(B, 1, H)``, the prompt's last row.
             keys: ``(B, 2)``, one key a stream.
             params, draft_params: ``SamplingParams.arrays``.
         """
-        batch = token.shape[0]
-        spare = [(0, 0), (0, self.depth)]
+        batch = keys.shape[0]
         state = {
             "leaves": list(leaves),
-            "offset": mx.full((batch,), offset, mx.int32),
-            "steps": mx.zeros((batch,), mx.int32),
-            "draft": draft_state,
-            "tokens": mx.pad(
-                token[:, None].astype(mx.int32), spare, constant_values=mx.array(-1)
-            ),
-            "count": mx.ones((batch,), mx.int32),
-            "keys": keys,
+            "offset": mx.full((batch,), length, mx.int32),
             "params": params,
             "draft_params": draft_params,
         }
         if self.drafter.needs_hidden:
-            state["hidden"] = mx.pad(hidden, [*spare, (0, 0)])
-        return state
+            state["hidden"] = mx.pad(hidden, [(0, 0), (0, self.depth), (0, 0)])
+        coins = None
+        if not self.greedy:
+            keys, now = split_keys(keys)
+            coins = uniforms(now, 2)
+        drafts = Drafts(mx.zeros((batch, 0), mx.int32))
+        return state, Proposal(drafts, draft_state, coins, keys)
 
     def __call__(
         self, state: RoundState, attended: int
@@ -207,7 +204,7 @@ class Round:
         drafts, batch = Drafts(*proposal.drafts), logits.shape[0]
         coins = proposal.uniforms
         if coins is None:
-            coins = mx.zeros((batch, self.depth + 2))
+            coins = mx.zeros((batch, drafts.tokens.shape[1] + 2))
         return verify_draft(
             logits,
             drafts.tokens,
@@ -220,23 +217,30 @@ class Round:
         )
 
     def commit(self, verified, proposal, tokens, accepted):
-        """The next state. A flagged row (accepted -1) keeps its caches' length."""
-        count = accepted + 1
+        """The next state, and counts as in RoundResult.
+
+        A flagged row (accepted -1) keeps its caches as they were.
+        """
+        drafts, count = Drafts(*proposal.drafts), accepted + 1
+        depth = drafts.tokens.shape[1]
+        # The prompt's own row is in the caches already.
+        steps = count if depth else mx.zeros_like(count)
+        spare = self.width - tokens.shape[1]
+        if spare:
+            tokens = mx.pad(tokens, [(0, 0), (0, spare)], constant_values=mx.array(-1))
         state = {
             **verified,
-            "offset": verified["offset"] + count,
-            "steps": count,
+            "offset": verified["offset"] + steps,
+            "steps": steps,
             "draft": proposal.draft_state,
             "tokens": tokens,
             "count": count,
             "keys": proposal.keys,
         }
-        lengths = Drafts(*proposal.drafts).lengths
+        lengths = drafts.lengths
         if lengths is None:
-            lengths = mx.full(accepted.shape, self.depth, mx.int32)
-        counts = mx.concatenate(
-            [accepted[:, None], lengths[:, None], tokens], axis=1
-        )
+            lengths = mx.full(accepted.shape, depth, mx.int32)
+        counts = mx.concatenate([accepted[:, None], lengths[:, None], tokens], axis=1)
         return state, counts
 
     def grow(self, state: RoundState, capacity: int) -> RoundState:

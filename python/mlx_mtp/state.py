@@ -54,8 +54,18 @@ class Adapter(Protocol):
     def grow(self, leaves: Leaves, capacity: int) -> Leaves:
         """The same contents with room for ``capacity`` tokens."""
 
+    def replayable(self, leaves: Leaves) -> Leaves | None:
+        """What ``release`` needs of a round once the next one has been submitted.
+
+        ``None`` if the newest leaves will do. To keep other leaves would make the
+        next round copy them.
+        """
+
     def release(self, cache: Any, leaves: Leaves, length: int, steps: mx.array) -> None:
         """Puts ``length`` tokens back into ``cache``, ``steps`` of the last round."""
+
+    def arrays(self, cache: Any) -> Leaves:
+        """The arrays of ``cache``."""
 
 
 class KVView:
@@ -113,9 +123,15 @@ class KVAdapter:
     def grow(self, leaves, capacity):
         return tuple(_pad(x, capacity, axis=2) for x in leaves)
 
+    def replayable(self, leaves):
+        return None  # rows behind the length do not matter
+
     def release(self, cache, leaves, length, steps):
         cache.keys, cache.values = leaves
         cache.offset = length
+
+    def arrays(self, cache):
+        return cache.keys, cache.values
 
 
 class GatedDeltaView:
@@ -163,8 +179,14 @@ class GatedDeltaAdapter:
     def grow(self, leaves, capacity):
         return leaves
 
+    def replayable(self, leaves):
+        return leaves
+
     def release(self, cache, leaves, length, steps):
         cache[1], cache[0] = self._replay(leaves, steps)
+
+    def arrays(self, cache):
+        return cache[0], cache[1]
 
     def _replay(self, leaves, steps):
         state, conv_input, k, v, g, beta = leaves

@@ -79,6 +79,9 @@ class Drafter(Protocol):
     def check(self, target: Any) -> None:
         """Raises DrafterMismatch when it cannot draft for ``target``."""
 
+    def forwards(self, depth: int) -> int:
+        """Forwards of its own that one round of ``depth`` drafts costs."""
+
     def begin(self, prompt: mx.array, capacity: int) -> DrafterState:
         """The state of new streams over ``prompt`` ``(B, P)``."""
 

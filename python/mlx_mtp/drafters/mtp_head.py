@@ -97,9 +97,7 @@ class Attention(nn.Module):
         q, k, v, gate = self.project(x, view.offset)
         mask = view.make_mask(x.shape[1])
         k, v = view.update_and_fetch(k, v)
-        out = mx.fast.scaled_dot_product_attention(
-            q, k, v, scale=self.scale, mask=mask
-        )
+        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
         return self.finish(out, gate)
 
     def chain(self, x: mx.array, view: KVView, step: int, tail: list) -> mx.array:
@@ -110,7 +108,9 @@ class Attention(nn.Module):
         """
         q, k, v, gate = self.project(x, view.offset + step)
         tail.append((k, v))
-        tail_k, tail_v = (mx.concatenate(rows, axis=2) for rows in zip(*tail, strict=True))
+        tail_k, tail_v = (
+            mx.concatenate(rows, axis=2) for rows in zip(*tail, strict=True)
+        )
         keys, values = view.prefix(view.attended)
         batch = x.shape[0]
         q = q.reshape(batch, self.kv_heads, -1, self.head_dim) * self.scale
@@ -233,6 +233,9 @@ class MTPHeadDrafter:
             (mx.zeros(shape, dtype), mx.zeros(shape, dtype)) for _ in self.head.layers
         ]
         return buffers, mx.zeros((batch,), mx.int32)
+
+    def forwards(self, depth):
+        return depth
 
     def prefill(self, state, following, hidden, attended):
         _, offset = state

@@ -1,0 +1,170 @@
+"""Host-side shaping of verified rows: logits processors and foreign samplers.
+
+A processor is ``processor(tokens, logits) -> logits`` as in ``mlx_lm``: ``tokens`` is
+the whole history ``(N,)`` and ``logits`` the next row ``(1, V)``. One that offers
+``checkpoint()`` and ``restore(mark)`` is run over all rows of a block at once and
+then taken back to the last accepted one. Any other is run row by row, only as far as
+tokens are accepted, so it sees exactly the emitted tokens, each once and in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from .drafters import Drafts
+from .ops import verify_draft
+
+Processor = Callable[[mx.array, mx.array], mx.array]
+Sampler = Callable[[mx.array], mx.array]
+
+
+@dataclass
+class Decision:
+    """The outcome of one block: accepted -1 flags unusable logits."""
+
+    accepted: int
+    tokens: list[int]
+    logits: list[mx.array] = field(default_factory=list)  # (1, V) each
+
+
+class RowShaper:
+    """Decides a block of one stream on the host.
+
+    Args:
+        processors: Logits processors, applied in order.
+        sampler: Draws from log-probabilities ``(1, V)``, as in ``mlx_lm``. A draft is
+            accepted when it equals the draw (exact for every sampler). ``None`` is
+            ratio acceptance by ``ops.verify_draft``.
+        params: Keyword arguments of ``ops.verify_draft``.
+    """
+
+    def __init__(
+        self,
+        processors: Sequence[Processor],
+        sampler: Sampler | None,
+        params: dict,
+    ):
+        self.processors, self.sampler, self.params = processors, sampler, params
+        self.looks_ahead = all(
+            hasattr(p, "checkpoint") and hasattr(p, "restore") for p in processors
+        )
+
+    def decide(
+        self,
+        history: mx.array,
+        logits: mx.array,
+        drafts: Drafts | None,
+        coins: mx.array | None,
+    ) -> Decision:
+        """The accepted drafts of a block and the token behind them.
+
+        Args:
+            history: ``(N,)``, every token so far.
+            logits: ``(1, T, V)``, the target's rows.
+            drafts: The block's proposals, ``None`` for a row without any.
+            coins: ``(1, K + 2)``; ``None`` when every draw is an argmax.
+        """
+        depth = 0 if drafts is None else drafts.tokens.shape[1]
+        if depth and drafts.lengths is not None:
+            depth = drafts.lengths.item()
+        if self.looks_ahead:
+            return self._decide_block(history, logits, drafts, coins, depth)
+        rows: list[mx.array] = []
+        tokens: list[int] = []
+        for i in range(depth + 1):
+            seen = self._seen(history, drafts, i)
+            rows.append(self._process(seen, logits[:, i]))
+            token = self._decide_row(rows[-1], drafts, coins, i, i < depth)
+            if token is None:
+                return Decision(-1, [])
+            tokens.append(token)
+            if i == depth or token != drafts.tokens[0, i].item():
+                break
+        return Decision(len(tokens) - 1, tokens, rows)
+
+    def _decide_block(self, history, logits, drafts, coins, depth):
+        rows, marks = [], []
+        for i in range(depth + 1):
+            seen = self._seen(history, drafts, i) if self.processors else history
+            rows.append(self._process(seen, logits[:, i]))
+            marks.append([p.checkpoint() for p in self.processors])
+        if self.sampler is None:
+            block = self._slice(drafts, 0, depth)
+            tokens, accepted, _ = self._verify(
+                mx.stack(rows, axis=1), block, self._coins(coins, 0, depth)
+            )
+            accepted, tokens = accepted.item(), tokens[0].tolist()
+        else:
+            drawn = mx.concatenate([self._draw(row) for row in rows]).tolist()
+            wanted = drafts.tokens[0, :depth].tolist() if depth else []
+            accepted = 0
+            while accepted < depth and drawn[accepted] == wanted[accepted]:
+                accepted += 1
+            tokens = drawn
+        if accepted < 0:
+            return Decision(-1, [])
+        for processor, mark in zip(self.processors, marks[accepted], strict=True):
+            processor.restore(mark)
+        return Decision(accepted, tokens[: accepted + 1], rows)
+
+    def _decide_row(self, row, drafts, coins, i, drafted) -> int | None:
+        """The token of row i: the draft if it is accepted, else its correction."""
+        if self.sampler is not None:
+            return self._draw(row).item()
+        if not drafted:
+            tokens, accepted, _ = self._verify(
+                row[:, None], None, self._coins(coins, 0, 0)
+            )
+        else:
+            # The second row is never emitted: an accepted draft ends the question.
+            tokens, accepted, _ = self._verify(
+                mx.stack([row, row], axis=1),
+                self._slice(drafts, i, i + 1),
+                self._coins(coins, i, i + 1),
+            )
+        return None if accepted.item() < 0 else tokens[0, 0].item()
+
+    def _verify(self, logits, drafts, coins):
+        if drafts is None:
+            drafts = Drafts(mx.zeros((1, 0), mx.int32))
+        return verify_draft(
+            logits,
+            drafts.tokens,
+            drafts.logits,
+            uniforms=coins,
+            draft_stats=drafts.stats,
+            **self.params,
+        )
+
+    def _process(self, seen, row):
+        for processor in self.processors:
+            row = processor(seen, row)
+        return row
+
+    def _draw(self, row):
+        logprobs = row - mx.logsumexp(row, axis=-1, keepdims=True)
+        return self.sampler(logprobs).reshape(1)
+
+    @staticmethod
+    def _seen(history, drafts, i):
+        if not i:
+            return history
+        return mx.concatenate([history, drafts.tokens[0, :i].astype(history.dtype)])
+
+    @staticmethod
+    def _slice(drafts, start, stop):
+        if drafts is None:
+            return None
+        return Drafts(
+            *(None if x is None else x[:, start:stop] for x in drafts[:3]),
+        )
+
+    @staticmethod
+    def _coins(coins, start, stop):
+        """Coins of the slots ``start`` to ``stop`` and the final draw."""
+        if coins is None:
+            return mx.zeros((1, stop - start + 2))
+        return mx.concatenate([coins[:, start:stop], coins[:, -2:]], axis=1)
