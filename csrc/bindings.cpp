@@ -25,6 +25,30 @@ bool temperature_first(const std::string& op, const std::string& order) {
   return order == "temperature_first";
 }
 
+// draft_params: a dict with the names of the keyword arguments.
+SamplingParams params_from(const std::string& op, const nb::dict& dict) {
+  SamplingParams params;
+  for (auto [key, value] : dict) {
+    auto name = nb::cast<std::string>(key);
+    if (name == "temperature") {
+      params.temperature = nb::cast<Param>(value);
+    } else if (name == "top_k") {
+      params.top_k = nb::cast<Param>(value);
+    } else if (name == "top_p") {
+      params.top_p = nb::cast<Param>(value);
+    } else if (name == "min_p") {
+      params.min_p = nb::cast<Param>(value);
+    } else if (name == "filter_order") {
+      params.temperature_first =
+          temperature_first(op, nb::cast<std::string>(value));
+    } else {
+      throw std::invalid_argument(
+          "[" + op + "] draft_params has no key '" + name + "'.");
+    }
+  }
+  return params;
+}
+
 } // namespace
 
 NB_MODULE(_ext, m) {
@@ -160,5 +184,117 @@ NB_MODULE(_ext, m) {
             >>> g = mx.full((1, 2, 1), 0.5)
             >>> gated_delta_replay(one[:, :1], one, one, g, g, mx.array([1]))
             array([[[[0.75]]]], dtype=float32)
+      )pbdoc");
+  m.def(
+      "sample",
+      [](const mx::array& logits,
+         const mx::array& uniforms,
+         const Param& temperature,
+         const Param& top_k,
+         const Param& top_p,
+         const Param& min_p,
+         const std::string& order,
+         const std::optional<mx::array>& allowed,
+         mx::StreamOrDevice s) {
+        SamplingParams params = {
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            temperature_first("sample", order)};
+        return sample(logits, uniforms, params, allowed, s);
+      },
+      "logits"_a,
+      "uniforms"_a,
+      nb::kw_only(),
+      "temperature"_a = 1.0f,
+      "top_k"_a = 0,
+      "top_p"_a = 1.0f,
+      "min_p"_a = 0.0f,
+      "filter_order"_a = "temperature_first",
+      "allowed"_a = nb::none(),
+      "stream"_a = nb::none(),
+      nb::sig(
+          "def sample(logits: mlx.core.array, uniforms: mlx.core.array, *, "
+          "temperature: float | mlx.core.array = 1.0, "
+          "top_k: int | mlx.core.array = 0, "
+          "top_p: float | mlx.core.array = 1.0, "
+          "min_p: float | mlx.core.array = 0.0, "
+          "filter_order: str = 'temperature_first', "
+          "allowed: mlx.core.array | None = None, "
+          "stream: None | mlx.core.Stream | mlx.core.Device = None) "
+          "-> tuple[mlx.core.array, mlx.core.array]"),
+      R"pbdoc(
+        Draw one token from each row of logits.
+      )pbdoc");
+  m.def(
+      "verify_draft",
+      [](const mx::array& target_logits,
+         const mx::array& draft_tokens,
+         const std::optional<mx::array>& draft_logits,
+         const mx::array& uniforms,
+         const std::optional<mx::array>& draft_stats,
+         const Param& temperature,
+         const Param& top_k,
+         const Param& top_p,
+         const Param& min_p,
+         const std::string& order,
+         const std::optional<nb::dict>& draft_params,
+         const std::optional<mx::array>& draft_lengths,
+         const std::optional<mx::array>& allowed,
+         mx::StreamOrDevice s) {
+        const std::string op = "verify_draft";
+        SamplingParams params = {
+            temperature, top_k, top_p, min_p, temperature_first(op, order)};
+        std::optional<SamplingParams> draft;
+        if (draft_params) {
+          draft = params_from(op, *draft_params);
+        }
+        return verify_draft(
+            target_logits,
+            draft_tokens,
+            draft_logits,
+            uniforms,
+            draft_stats,
+            params,
+            draft,
+            draft_lengths,
+            allowed,
+            s);
+      },
+      "target_logits"_a,
+      "draft_tokens"_a,
+      "draft_logits"_a = nb::none(),
+      nb::kw_only(),
+      "uniforms"_a,
+      "draft_stats"_a = nb::none(),
+      "temperature"_a = 1.0f,
+      "top_k"_a = 0,
+      "top_p"_a = 1.0f,
+      "min_p"_a = 0.0f,
+      "filter_order"_a = "temperature_first",
+      "draft_params"_a = nb::none(),
+      "draft_lengths"_a = nb::none(),
+      "allowed"_a = nb::none(),
+      "stream"_a = nb::none(),
+      nb::sig(
+          "def verify_draft(target_logits: mlx.core.array, "
+          "draft_tokens: mlx.core.array, "
+          "draft_logits: mlx.core.array | None = None, *, "
+          "uniforms: mlx.core.array, "
+          "draft_stats: mlx.core.array | None = None, "
+          "temperature: float | mlx.core.array = 1.0, "
+          "top_k: int | mlx.core.array = 0, "
+          "top_p: float | mlx.core.array = 1.0, "
+          "min_p: float | mlx.core.array = 0.0, "
+          "filter_order: str = 'temperature_first', "
+          "draft_params: dict | None = None, "
+          "draft_lengths: mlx.core.array | None = None, "
+          "allowed: mlx.core.array | None = None, "
+          "stream: None | mlx.core.Stream | mlx.core.Device = None) "
+          "-> tuple[mlx.core.array, mlx.core.array, mlx.core.array]"),
+      R"pbdoc(
+        Accept or reject drafted tokens so that the output has exactly the
+        distribution of the target.
       )pbdoc");
 }

@@ -53,4 +53,67 @@ class GatedDeltaReplay : public mx::Primitive {
       const std::vector<mx::array>& inputs) override;
 };
 
+// inputs: logits, uniforms, temperature, top_k, top_p, min_p, [allowed]
+class Sample : public mx::Primitive {
+ public:
+  Sample(mx::Stream stream, bool temperature_first, bool has_allowed)
+      : mx::Primitive(stream),
+        temperature_first_(temperature_first),
+        has_allowed_(has_allowed) {}
+
+  void eval_cpu(
+      const std::vector<mx::array>& inputs,
+      std::vector<mx::array>& outputs) override;
+  void eval_gpu(
+      const std::vector<mx::array>& inputs,
+      std::vector<mx::array>& outputs) override;
+
+  const char* name() const override {
+    return "Sample";
+  }
+  bool is_equivalent(const mx::Primitive& other) const override;
+  std::vector<mx::Shape> output_shapes(
+      const std::vector<mx::array>& inputs) override;
+
+ private:
+  bool temperature_first_;
+  bool has_allowed_;
+};
+
+// inputs: target_logits, draft_tokens, uniforms, temperature, top_k, top_p,
+// min_p, draft_temperature, then those of `Optional` that are present, in order
+class VerifyDraft : public mx::Primitive {
+ public:
+  struct Optional {
+    bool draft_logits;
+    bool draft_stats;
+    bool draft_lengths;
+    bool allowed;
+    bool operator==(const Optional&) const = default;
+  };
+
+  VerifyDraft(mx::Stream stream, bool temperature_first, Optional has)
+      : mx::Primitive(stream),
+        temperature_first_(temperature_first),
+        has_(has) {}
+
+  void eval_cpu(
+      const std::vector<mx::array>& inputs,
+      std::vector<mx::array>& outputs) override;
+  void eval_gpu(
+      const std::vector<mx::array>& inputs,
+      std::vector<mx::array>& outputs) override;
+
+  const char* name() const override {
+    return "VerifyDraft";
+  }
+  bool is_equivalent(const mx::Primitive& other) const override;
+  std::vector<mx::Shape> output_shapes(
+      const std::vector<mx::array>& inputs) override;
+
+ private:
+  bool temperature_first_;
+  Optional has_;
+};
+
 } // namespace mlx_mtp

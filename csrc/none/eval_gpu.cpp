@@ -27,4 +27,14 @@ void GatedDeltaReplay::eval_gpu(
   no_gpu("gated_delta_replay");
 }
 
+void Sample::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+  no_gpu("sample");
+}
+
+void VerifyDraft::eval_gpu(
+    const std::vector<mx::array>&,
+    std::vector<mx::array>&) {
+  no_gpu("verify_draft");
+}
+
 } // namespace mlx_mtp

@@ -61,6 +61,18 @@ inline void check_shape(
   }
 }
 
+inline void check_shape(
+    const char* op,
+    const char* name,
+    const mx::array& x,
+    const mx::Shape& shape) {
+  if (x.shape() != shape) {
+    throw std::invalid_argument(
+        std::string("[") + op + "] " + name + " must have shape " +
+        to_string(shape) + " but has shape " + to_string(x.shape()) + ".");
+  }
+}
+
 inline void check_dtype(
     const char* op,
     const char* name,
