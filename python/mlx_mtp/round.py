@@ -200,7 +200,7 @@ class Round:
         return verified, out.logits
 
     def accept(self, state, proposal, logits):
-        """Exact acceptance: tokens ``(B, T)``, accepted ``(B,)``, logprobs ``(B, T)``."""
+        """Exact acceptance: tokens and logprobs ``(B, T)``, accepted ``(B,)``."""
         drafts, batch = Drafts(*proposal.drafts), logits.shape[0]
         coins = proposal.uniforms
         if coins is None:

@@ -13,7 +13,7 @@ import mlx.core as mx
 from .drafters import Drafts
 from .round import Proposal, Round, RoundState
 from .sampling import SamplingParams, stream_key
-from .shaping import Processor, RowShaper, Sampler
+from .shaping import Decision, Processor, RowShaper, Sampler
 from .state import classify
 from .telemetry import Telemetry
 

@@ -44,8 +44,8 @@ class DraftContext:
             the one that predicted ``tokens[:, i]``.
         attended (int): Static bound of the cache slots in use.
         depth (int): K, how many tokens to propose.
-        draw (callable): ``draw(logits (B, V), i) -> (tokens (B,), stats (B, 3) | None)``,
-            the draw for slot i from the stream's draft distribution.
+        draw (callable): ``draw(logits (B, V), i)`` draws the token of slot i from the
+            stream's draft distribution: tokens ``(B,)`` and stats ``(B, 3)`` or None.
     """
 
     tokens: mx.array

@@ -49,7 +49,9 @@ class HeadConfig:
         try:
             return cls(**known)
         except TypeError as error:
-            raise ValueError(f"The config of the MTP head is incomplete: {error}.")
+            raise ValueError(
+                f"The config of the MTP head is incomplete: {error}."
+            ) from None
 
 
 class Attention(nn.Module):
