@@ -78,7 +78,8 @@ NB_MODULE(_ext, m) {
         slots. All other slots keep their values. The cache is updated in place
         when nothing else refers to it, so the time does not depend on its size:
         drop the old array, as in ``cache = commit_rows(cache, ...)``. Otherwise
-        the result is a copy.
+        the result is a copy. An ``async_eval`` still in flight counts as a
+        reference.
 
         Nothing is ever written outside the cache. ``count`` is clamped to
         ``[0, min(T, S)]`` and then ``start`` to ``[0, S - count]``; with a ring
@@ -151,8 +152,8 @@ NB_MODULE(_ext, m) {
         (Yang et al. 2024, "Gated Delta Networks", equation 10). Value head ``h``
         uses key head ``h // (Hv // Hk)``. Math is in float32, each sum over
         ``Dk`` runs from the first element to the last: on Linux x86-64 the result
-        is bit-equal to the recurrence of ``mlx_lm`` on the CPU. The state is
-        updated in place when nothing else refers to it.
+        is bit-equal to the recurrence of ``mlx_lm`` on the CPU. Without ``q`` the
+        state is updated in place when nothing else refers to it.
 
         Dims: ``B`` sequences, ``T`` steps, ``Hk`` key heads, ``Hv`` value heads
         (a multiple of ``Hk``), ``Dk`` and ``Dv`` key and value head dims.

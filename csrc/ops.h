@@ -70,7 +70,8 @@ std::tuple<mx::array, mx::array, mx::array> verify_draft(
     mx::StreamOrDevice s = {});
 
 // Writes the first count[b] staged rows at start[b] (modulo ring when ring > 0).
-// cache [B, H, S, D], rows [B, H, T, D], start [B] int32, count [B] int32
+// Starts and counts are clamped: nothing is written outside.
+// cache [B, H, S, D], rows [B, H, T, D], start [B], count [B]
 // -> cache, in place when it is donated
 mx::array commit_rows(
     const mx::array& cache,
@@ -83,7 +84,8 @@ mx::array commit_rows(
 // The Gated DeltaNet state after the first steps[b] steps.
 // state [B, Hv, Dv, Dk] float32, k [B, T, Hk, Dk], v [B, T, Hv, Dv],
 // g [B, T, Hv], beta [B, T, Hv], steps [B] int32, q [B, T, Hk, Dk]
-// -> state, and y [B, T, Hv, Dv] when q is given
+// -> state, in place when it is donated and q is not given
+//    y [B, T, Hv, Dv] when q is given, zero from steps[b] on
 std::pair<mx::array, std::optional<mx::array>> gated_delta_replay(
     const mx::array& state,
     const mx::array& k,

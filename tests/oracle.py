@@ -136,3 +136,34 @@ def verify(target, drafts, q, uniforms, allowed=None, **params):
             [*logprobs, shaped.log_softmax[token]],
             min(margin, border),
         )
+
+
+def commit_rows(cache, rows, start, count, ring=0):
+    """See ``mlx_mtp.ops.commit_rows``."""
+    out = cache.copy()
+    slots = ring or cache.shape[2]
+    for b in range(cache.shape[0]):
+        n = min(max(int(count[b]), 0), rows.shape[2], slots)
+        first = int(start[b]) if ring else min(max(int(start[b]), 0), slots - n)
+        for i in range(n):
+            out[b, :, (first + i) % slots] = rows[b, :, i]
+    return out
+
+
+def gated_delta_replay(state, k, v, g, beta, steps, q):
+    """State and outputs, see ``mlx_mtp.ops.gated_delta_replay``."""
+    state, k, v, g, beta, q = (
+        np.asarray(x, np.float64) for x in (state, k, v, g, beta, q)
+    )
+    state, y = state.copy(), np.zeros(v.shape)
+    batch, T, value_heads, _ = v.shape
+    group = value_heads // k.shape[2]
+    for b in range(batch):
+        for h in range(value_heads):
+            S = state[b, h]
+            for t in range(min(max(int(steps[b]), 0), T)):
+                key, query = k[b, t, h // group], q[b, t, h // group]
+                S *= g[b, t, h]
+                S += np.outer((v[b, t, h] - S @ key) * beta[b, t, h], key)
+                y[b, t, h] = S @ query
+    return state, y

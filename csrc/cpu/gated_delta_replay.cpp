@@ -271,14 +271,16 @@ void GatedDeltaReplay::eval_cpu(
   for (auto& x : inputs) {
     encoder.set_input_array(x);
   }
+  // mlx counts one reference an output, so only the state alone is donated.
+  if (state.is_donatable() && state.flags().row_contiguous) {
+    outputs[0].copy_shared_buffer(state);
+  } else {
+    outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
+  }
+  if (outputs.size() == 2) {
+    outputs[1].set_data(mx::allocator::malloc(outputs[1].nbytes()));
+  }
   for (auto& out : outputs) {
-    bool donated = &out == &outputs[0] && state.is_donatable() &&
-        state.flags().row_contiguous;
-    if (donated) {
-      out.copy_shared_buffer(state);
-    } else {
-      out.set_data(mx::allocator::malloc(out.nbytes()));
-    }
     encoder.set_output_array(out);
   }
   encoder.dispatch(Replay(inputs, outputs));
