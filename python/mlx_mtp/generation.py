@@ -1,0 +1,348 @@
+"""Drop-in for mlx_lm's ``generate`` and ``stream_generate``, with ``mtp=``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import mlx.core as mx
+import mlx_lm
+from mlx_lm.generate import GenerationResponse, generation_stream, wired_limit
+from mlx_lm.sample_utils import greedy_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .drafters import Drafter
+from .ops import sample
+from .sampling import SamplingParams
+from .speculative import SpeculativeDecoder, SpeculativeIterator
+from .state import UnsupportedCache
+from .targets import as_target
+from .telemetry import Telemetry
+
+DEFAULT_DEPTH = 3
+
+MTP = None | Literal["auto"] | int | Drafter | SpeculativeDecoder
+
+
+@dataclass
+class Response(GenerationResponse):
+    """``mlx_lm``'s response with what speculation did.
+
+    ``logprobs`` is computed when it is read.
+
+    Args:
+        mtp (Telemetry, optional): Live counters; ``None`` when ``mtp=None``.
+    """
+
+    mtp: Telemetry | None = None
+
+    @property
+    def logprobs(self) -> mx.array:
+        return self._logprobs() if callable(self._logprobs) else self._logprobs
+
+    @logprobs.setter
+    def logprobs(self, value):
+        self._logprobs = value
+
+
+class Sampler:
+    """A sampler whose distribution is known, so that drafts are accepted by ratio.
+
+    It is also an ordinary ``mlx_lm`` sampler.
+    """
+
+    def __init__(self, params: SamplingParams):
+        self.params = params
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """Draws from log-probabilities ``(..., V)`` with MLX's global random state."""
+        if self.params.greedy:
+            return mx.argmax(logprobs, axis=-1)
+        draws = mx.random.uniform(shape=(*logprobs.shape[:-1], 2))
+        p = self.params
+        return sample(
+            logprobs,
+            draws,
+            temperature=p.temperature,
+            top_k=p.top_k,
+            top_p=p.top_p,
+            min_p=p.min_p,
+            filter_order=p.filter_order,
+        )[0]
+
+
+def make_sampler(
+    temp: float = 0.0,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    min_tokens_to_keep: int = 1,
+    top_k: int = 0,
+    **xtc,
+):
+    """As ``mlx_lm.sample_utils.make_sampler``: filters first, then temperature.
+
+    The result gives ratio acceptance. With XTC (``xtc_probability > 0``) or
+    ``min_tokens_to_keep > 1`` it is ``mlx_lm``'s own sampler, whose drafts are
+    accepted by comparison.
+    """
+    if xtc.get("xtc_probability", 0.0) > 0 or (min_p and min_tokens_to_keep > 1):
+        return mlx_lm.sample_utils.make_sampler(
+            temp, top_p, min_p, min_tokens_to_keep, top_k, **xtc
+        )
+    return Sampler(
+        SamplingParams(
+            temperature=temp,
+            top_k=top_k,
+            top_p=top_p if 0 < top_p < 1 else 1.0,
+            min_p=min_p,
+            filter_order="temperature_last",
+        )
+    )
+
+
+def stream_generate(
+    model,
+    tokenizer,
+    prompt: str | mx.array | Sequence[int],
+    max_tokens: int = 256,
+    draft_model=None,
+    stream=generation_stream,
+    *,
+    mtp: MTP = "auto",
+    seed: int | None = None,
+    **kwargs,
+) -> Iterator[Response]:
+    """``mlx_lm.stream_generate`` with multi-token prediction.
+
+    The text has the same distribution as without speculation, and at temperature 0
+    the same tokens (up to near-ties that a wider forward may round otherwise).
+
+    Args:
+        mtp: ``None`` is ``mlx_lm`` itself; ``"auto"`` uses the model's MTP head if it
+            has one; an int is the depth for that head; a ``Drafter`` drafts at depth
+            ``num_draft_tokens``; a ``SpeculativeDecoder`` is used as it is.
+        seed (int, optional): Fixes the stream.
+        num_draft_tokens (int): Depth for ``"auto"`` and a ``Drafter``. Default: ``3``.
+        sampler: Any ``mlx_lm`` sampler. One of ``mlx_mtp.make_sampler`` gives ratio
+            acceptance.
+        logits_processors: As in ``mlx_lm``; see ``mlx_mtp.shaping`` for
+            ``checkpoint`` and ``restore``.
+        kwargs: The other arguments of ``mlx_lm.stream_generate``. With a rotating or
+            quantised cache, ``input_embeddings`` or ``draft_model`` the stream is
+            ``mlx_lm``'s own, and ``response.mtp.fallback`` says why.
+
+    Yields:
+        Response: ``mlx_lm``'s fields and ``mtp``.
+
+    Raises:
+        ValueError: ``mtp`` asks for a head that the model does not have, or an
+            argument is out of range.
+    """
+    if max_tokens == 0:
+        raise ValueError("max_tokens must not be 0 (-1 is no limit).")
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    prompt = _encode(tokenizer, prompt)
+    depth = kwargs.get("num_draft_tokens", DEFAULT_DEPTH)
+    plain = {"draft_model": draft_model, "stream": stream, **kwargs}
+    reason = _plain_reason(draft_model, kwargs)
+    decoder = None
+    if mtp is not None and (reason is None or mtp != "auto"):
+        decoder = _decoder(model, mtp, depth)
+    if decoder is None:
+        telemetry = None
+        if mtp is not None:
+            telemetry = Telemetry(fallback=reason or "the model has no MTP head")
+        yield from _plain(model, tokenizer, prompt, max_tokens, telemetry, plain)
+        return
+    if reason is None:
+        try:
+            steps = _open(decoder, tokenizer, prompt, max_tokens, seed, kwargs)
+        except UnsupportedCache as error:
+            reason = str(error)
+    if reason is not None:
+        telemetry = Telemetry(fallback=reason)
+        yield from _plain(model, tokenizer, prompt, max_tokens, telemetry, plain)
+        return
+    with wired_limit(model, [stream]), steps:
+        yield from _respond(tokenizer, prompt.size, steps, max_tokens, stream)
+
+
+def generate(model, tokenizer, prompt, verbose: bool = False, **kwargs) -> str:
+    """``mlx_lm.generate`` with multi-token prediction; see ``stream_generate``."""
+    text, response = "", None
+    for response in stream_generate(model, tokenizer, prompt, **kwargs):
+        if verbose:
+            print(response.text, end="", flush=True)
+        text += response.text
+    if verbose:
+        print()
+        print("=" * 10)
+        print("\n".join(summary(response)))
+    return text
+
+
+def summary(response: Response) -> list[str]:
+    """Lines for a person: speeds, memory, and what speculation did."""
+    lines = [
+        f"Prompt: {response.prompt_tokens} tokens, "
+        f"{response.prompt_tps:.3f} tokens-per-sec",
+        f"Generation: {response.generation_tokens} tokens, "
+        f"{response.generation_tps:.3f} tokens-per-sec",
+        f"Peak memory: {response.peak_memory:.3f} GB",
+    ]
+    mtp = response.mtp
+    if mtp is not None and mtp.rounds:
+        lines.append(
+            f"MTP: {mtp.accepted} of {mtp.drafted} drafts accepted "
+            f"({mtp.acceptance_rate:.1%}), {mtp.tokens_per_round:.2f} tokens per round"
+        )
+    if mtp is not None and mtp.fallback:
+        lines.append(f"MTP: {mtp.fallback}")
+    return lines
+
+
+class _Decoders:
+    """The decoders of one model, kept so that their rounds compile once."""
+
+    def __init__(self, model):
+        head = getattr(model, "mtp_head", None)
+        self.target = head.target if head else as_target(model)
+        self.made: dict[tuple, SpeculativeDecoder] = {}
+
+    def get(self, drafter: Drafter, depth: int) -> SpeculativeDecoder:
+        if (drafter, depth) not in self.made:
+            self.made[drafter, depth] = SpeculativeDecoder(self.target, drafter, depth)
+        return self.made[drafter, depth]
+
+
+def _decoder(model, mtp: MTP, depth: int) -> SpeculativeDecoder | None:
+    """The decoder that ``mtp`` asks for; None if "auto" finds no head."""
+    if isinstance(mtp, SpeculativeDecoder):
+        return mtp
+    drafter = getattr(model, "mtp_head", None)
+    if isinstance(mtp, bool) or (isinstance(mtp, str) and mtp != "auto"):
+        raise ValueError(
+            f"mtp must be None, 'auto', a depth, a drafter or a decoder but is {mtp!r}."
+        )
+    if isinstance(mtp, int):
+        depth = mtp
+        if drafter is None:
+            raise ValueError(
+                "mtp is a depth but the model has no MTP head. Load a model that has "
+                "one with mlx_mtp.load, or pass a drafter."
+            )
+    elif mtp != "auto":
+        drafter = mtp
+    if drafter is None:
+        return None
+    if not hasattr(model, "mtp_decoders"):
+        model.mtp_decoders = _Decoders(model)
+    return model.mtp_decoders.get(drafter, depth)
+
+
+def _plain_reason(draft_model, kwargs) -> str | None:
+    """Why these arguments need mlx_lm's own loop, if they do."""
+    if draft_model is not None:
+        return "draft_model is mlx_lm's own speculative decoding"
+    for name in ("max_kv_size", "kv_bits", "input_embeddings"):
+        if kwargs.get(name) is not None:
+            return f"{name} is not supported with speculation"
+    return None
+
+
+def _open(decoder, tokenizer, prompt, max_tokens, seed, kwargs) -> SpeculativeIterator:
+    sampler, params = kwargs.get("sampler"), None
+    if sampler is greedy_sampler:
+        sampler = None
+    elif isinstance(sampler, Sampler):
+        sampler, params = None, sampler.params
+    known = {
+        "sampler",
+        "logits_processors",
+        "prompt_cache",
+        "prefill_step_size",
+        "prompt_progress_callback",
+        "num_draft_tokens",
+        "max_kv_size",
+        "kv_bits",
+        "kv_group_size",
+        "quantized_kv_start",
+        "input_embeddings",
+    }
+    if unknown := sorted(set(kwargs) - known):
+        raise TypeError(
+            f"stream_generate() got an unexpected keyword argument {unknown[0]!r}"
+        )
+    return decoder.stream(
+        prompt,
+        max_tokens=max_tokens,
+        params=params,
+        sampler=sampler,
+        processors=kwargs.get("logits_processors") or (),
+        stop_tokens=tokenizer.eos_token_ids,
+        caches=kwargs.get("prompt_cache"),
+        seed=seed,
+        prefill_step_size=kwargs.get("prefill_step_size", 2048),
+        progress=kwargs.get("prompt_progress_callback"),
+    )
+
+
+def _respond(tokenizer, prompt_tokens, steps, max_tokens, stream) -> Iterator[Response]:
+    detokenizer = tokenizer.detokenizer
+    start = time.perf_counter()
+    count = 0
+
+    def response(step, reason):
+        return Response(
+            text=detokenizer.last_segment,
+            token=step.token,
+            logprobs=lambda: step.logprobs,
+            from_draft=step.from_draft,
+            prompt_tokens=prompt_tokens,
+            prompt_tps=prompt_tps,
+            generation_tokens=count,
+            generation_tps=count / (time.perf_counter() - start),
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=reason,
+            mtp=steps.telemetry,
+        )
+
+    while True:
+        with mx.stream(stream):
+            step = next(steps)
+        count += 1
+        if count == 1:
+            prompt_tps = prompt_tokens / (time.perf_counter() - start)
+            start = time.perf_counter()
+        stopped = step.token in tokenizer.eos_token_ids
+        if not stopped:
+            detokenizer.add_token(step.token)
+        if stopped or count == max_tokens:
+            break
+        yield response(step, None)
+    with mx.stream(stream):
+        steps.close()
+    detokenizer.finalize()
+    yield response(step, "stop" if stopped else "length")
+
+
+def _plain(model, tokenizer, prompt, max_tokens, telemetry, kwargs):
+    """mlx_lm's own stream, as our responses."""
+    names = [f.name for f in fields(GenerationResponse)]
+    for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens, **kwargs):
+        if telemetry is not None:
+            telemetry.emitted += 1
+        yield Response(**{name: getattr(r, name) for name in names}, mtp=telemetry)
+
+
+def _encode(tokenizer, prompt) -> mx.array:
+    """Token ids, with the special tokens that mlx_lm would add."""
+    if isinstance(prompt, str):
+        special = tokenizer.bos_token is None or not prompt.startswith(
+            tokenizer.bos_token
+        )
+        prompt = tokenizer.encode(prompt, add_special_tokens=special)
+    return mx.array(prompt)
