@@ -13,7 +13,7 @@ from mlx_lm.generate import GenerationResponse, generation_stream, wired_limit
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .drafters import Drafter
+from .drafters import Drafter, MTPHeadDrafter
 from .ops import sample
 from .sampling import SamplingParams
 from .speculative import SpeculativeDecoder, SpeculativeIterator
@@ -208,8 +208,9 @@ class _Decoders:
     """The decoders of one model, kept so that their rounds compile once."""
 
     def __init__(self, model):
+        self.target = as_target(model)
         head = getattr(model, "mtp_head", None)
-        self.target = head.target if head else as_target(model)
+        self.head = head and MTPHeadDrafter(head.head, self.target)
         self.made: dict[tuple, SpeculativeDecoder] = {}
 
     def get(self, drafter: Drafter, depth: int) -> SpeculativeDecoder:
@@ -222,25 +223,25 @@ def _decoder(model, mtp: MTP, depth: int) -> SpeculativeDecoder | None:
     """The decoder that ``mtp`` asks for; None if "auto" finds no head."""
     if isinstance(mtp, SpeculativeDecoder):
         return mtp
-    drafter = getattr(model, "mtp_head", None)
     if isinstance(mtp, bool) or (isinstance(mtp, str) and mtp != "auto"):
         raise ValueError(
             f"mtp must be None, 'auto', a depth, a drafter or a decoder but is {mtp!r}."
         )
-    if isinstance(mtp, int):
-        depth = mtp
-        if drafter is None:
-            raise ValueError(
-                "mtp is a depth but the model has no MTP head. Load a model that has "
-                "one with mlx_mtp.load, or pass a drafter."
-            )
-    elif mtp != "auto":
-        drafter = mtp
-    if drafter is None:
+    if mtp == "auto" and getattr(model, "mtp_head", None) is None:
         return None
     if not hasattr(model, "mtp_decoders"):
         model.mtp_decoders = _Decoders(model)
-    return model.mtp_decoders.get(drafter, depth)
+    decoders = model.mtp_decoders
+    if mtp == "auto":
+        return decoders.get(decoders.head, depth)
+    if not isinstance(mtp, int):
+        return decoders.get(mtp, depth)
+    if decoders.head is None:
+        raise ValueError(
+            "mtp is a depth but the model has no MTP head. Load a model that has one "
+            "with mlx_mtp.load, or pass a drafter."
+        )
+    return decoders.get(decoders.head, mtp)
 
 
 def _plain_reason(draft_model, kwargs) -> str | None:
