@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
 from .drafters import Drafts
+from .drafters.base import DrafterState
 from .round import Proposal, Round, RoundState
 from .sampling import SamplingParams, stream_key
 from .shaping import Decision, Processor, RowShaper, Sampler
@@ -83,6 +85,18 @@ class _Block:
         return self.tokens[-1:] if self.kept == self.accepted + 1 > 0 else []
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """What a drafter knows of a cache that was given back.
+
+    A stale one costs acceptance only: drafts never change the distribution.
+    """
+
+    tokens: mx.array  # (N,), everything in the cache
+    draft_state: DrafterState
+    hidden: mx.array | None  # (1, 1, H), the row of the newest token
+
+
 def bucket(length: int) -> int:
     """The smallest of 256, 384, 512, 768, 1024, ... that holds ``length``."""
     size = MIN_BUCKET
@@ -95,7 +109,8 @@ class SpeculativeDecoder:
     """Speculative decoding of one target by one drafter, at one depth.
 
     It holds the compiled rounds, so make it once and decode many streams with it,
-    from any thread. It holds nothing of a stream.
+    from any thread. When a prompt cache comes back for the next turn, so does the
+    drafter's state; it is dropped with the cache.
 
     Args:
         target (Target): The model.
@@ -116,6 +131,7 @@ class SpeculativeDecoder:
         drafter.check(target)
         self.target, self.drafter, self.depth = target, drafter, depth
         self._rounds: dict[tuple, Round] = {}
+        self._turns: WeakKeyDictionary[Any, _Turn] = WeakKeyDictionary()
 
     def stream(
         self,
@@ -171,6 +187,7 @@ class SpeculativeDecoder:
         shaper = None
         if processors or sampler is not None:
             shaper = RowShaper(processors, sampler, {**arrays, "filter_order": order})
+        turns = None if caches is None else self._turns
         caches = self.target.make_cache() if caches is None else caches
         classify(caches, self.target.adapters)
         greedy = params.greedy or sampler is not None
@@ -181,6 +198,7 @@ class SpeculativeDecoder:
             shaper,
             arrays,
             (draft_params or params).arrays(1),
+            turns,
             max_tokens=max_tokens,
             stop_tokens=stop_tokens,
             seed=seed,
@@ -232,6 +250,7 @@ class SpeculativeIterator(Iterator[Step]):
         shaper: RowShaper | None,
         params: dict[str, mx.array],
         draft_params: dict[str, mx.array],
+        turns: WeakKeyDictionary[Any, _Turn] | None,
         *,
         max_tokens: int,
         stop_tokens: Collection[int],
@@ -244,6 +263,7 @@ class SpeculativeIterator(Iterator[Step]):
         self._drafter, self._adapters = round_.drafter, round_.target.adapters
         self._prompt, self._caches, self._shaper = prompt, caches, shaper
         self._params, self._draft_params = params, draft_params
+        self._turns = turns
         self._max_tokens = math.inf if max_tokens == -1 else max_tokens
         self._stop_tokens = frozenset(stop_tokens)
         self._keys = stream_key(seed)
@@ -254,6 +274,8 @@ class SpeculativeIterator(Iterator[Step]):
             self.telemetry.fallback = "split round: processors or sampler on the host"
 
         self._history = prompt  # grows for the host's processors only
+        self._earlier: mx.array | None = None  # tokens of earlier turns, if known
+        self._taken: list[int] = []
         self._length = 0  # tokens in the cache in front of the pending round
         self._capacity = self._attended = 0
         self._state: RoundState | None = None  # the newest; None until adopted
@@ -288,6 +310,7 @@ class SpeculativeIterator(Iterator[Step]):
                 del ahead
                 for i, token in enumerate(tokens):
                     block.kept = i + 1
+                    self._taken.append(token)
                     self.telemetry.emitted += 1
                     yield Step(token, i < block.accepted, block.row(i))
                 if finished:
@@ -314,10 +337,11 @@ class SpeculativeIterator(Iterator[Step]):
         """Feeds the prompt and adopts the caches; the first token is pending."""
         with self.telemetry.phase("prefill"):
             total = self._prompt.size
-            self._length = _cached_tokens(self._caches) + total
+            cached = _cached_tokens(self._caches)
+            self._length = cached + total
             reserved = int(min(self._max_tokens, MAX_RESERVED))
             self._capacity = bucket(self._length + reserved + 2 * self._round.width)
-            draft_state = self._drafter.begin(self._prompt[None], self._capacity)
+            draft_state = self._begin_draft(cached)
             done = 0
             self._progress(done, total)
             while total - done > 1:
@@ -348,12 +372,31 @@ class SpeculativeIterator(Iterator[Step]):
             self._state, pending.state = pending.state, None
             return pending
 
+    def _begin_draft(self, cached: int) -> DrafterState:
+        """The drafter's state, resumed if the caches are those of an earlier turn."""
+        turn = self._turns.get(self._caches[0]) if self._turns and cached else None
+        if turn is None or turn.tokens.size != cached:
+            return self._drafter.begin(self._prompt[None], self._capacity)
+        self._earlier = turn.tokens
+        if turn.hidden is None:
+            tokens = mx.concatenate([turn.tokens, self._prompt])
+            return self._drafter.begin(tokens[None], self._capacity)
+        return self._drafter.prefill(
+            self._drafter.grow(turn.draft_state, self._capacity),
+            self._prompt[None, :1],
+            turn.hidden,
+            bucket(cached),
+        )
+
     def _prefill_chunk(self, start: int, count: int, draft_state):
         rows = self._prompt[None, start : start + count + 1]
         out = self._target.prefill(rows[:, :-1], self._caches)
         if self._drafter.needs_hidden:
             draft_state = self._drafter.prefill(
-                draft_state, rows[:, 1:], out.hidden, bucket(start + count)
+                draft_state,
+                rows[:, 1:],
+                out.hidden,
+                bucket(self._length - self._prompt.size + start + count),
             )
         mx.eval(self._cache_arrays(), draft_state)
         mx.clear_cache()
@@ -473,20 +516,42 @@ class SpeculativeIterator(Iterator[Step]):
         if self._block is not None:
             length = self._block.length + self._block.steps
             steps, unfed = self._block.steps, self._block.unfed
-        newest = self._state["leaves"]
-        behind = self._replayable or [None] * len(newest)
+        state, behind = self._state, self._replayable
         self._state = self._replayable = None
-        for adapter, cache, new, old in zip(
-            self._adapters, self._caches, newest, behind, strict=True
+        for i, (adapter, cache) in enumerate(
+            zip(self._adapters, self._caches, strict=True)
         ):
-            leaves = new if old is None else old
+            leaves = (behind and behind[i]) or state["leaves"][i]
             adapter.release(cache, leaves, length, mx.array([steps], mx.int32))
-        del newest, behind, new, old, leaves
+        leaves = state["leaves"] = None
         mx.eval(self._cache_arrays())
+        hidden = None
+        if self._drafter.needs_hidden:
+            hidden = state["hidden"][:, max(steps - 1, 0) :][:, :1]
         if unfed:
-            self._target.prefill(mx.array([unfed], mx.int32), self._caches)
-            mx.eval(self._cache_arrays())
+            out = self._target.prefill(mx.array([unfed], mx.int32), self._caches)
+            mx.eval(self._cache_arrays(), out.hidden)
+            hidden = out.hidden if self._drafter.needs_hidden else None
             self.telemetry.target_calls += 1
+        # Once a later round has been submitted the rows of this one are gone.
+        if self._turns is not None and behind is None:
+            self._remember(state, hidden)
+
+    def _remember(self, state: RoundState, hidden: mx.array | None) -> None:
+        """Keeps the drafter's state for a next turn with the same caches."""
+        draft_state, taken = state["draft"], mx.array(self._taken, mx.int32)
+        kept = self._block.kept if self._block is not None else 0
+        if hidden is not None and kept:
+            draft_state = self._drafter.prefill(
+                draft_state,
+                taken[None, -kept:],
+                state["hidden"][:, :kept],
+                min(bucket(self._length + self._round.width), self._capacity),
+            )
+        parts = [] if self._earlier is None else [self._earlier]
+        tokens = mx.concatenate([*parts, self._prompt, taken])
+        mx.eval(draft_state, hidden, tokens)
+        self._turns[self._caches[0]] = _Turn(tokens, draft_state, hidden)
 
     def _cache_arrays(self):
         return [

@@ -247,7 +247,7 @@ class MTPHeadDrafter:
 
     def grow(self, state, capacity):
         buffers, offset = state
-        pad = [(0, 0), (0, 0), (0, capacity - buffers[0][0].shape[2]), (0, 0)]
+        pad = [(0, 0), (0, 0), (0, max(capacity - buffers[0][0].shape[2], 0)), (0, 0)]
         return [tuple(mx.pad(x, pad) for x in pair) for pair in buffers], offset
 
     def propose(self, state, context: DraftContext):

@@ -51,7 +51,9 @@ class NGramDrafter:
 
     def grow(self, state, capacity):
         history, length = state
-        return mx.pad(history, [(0, 0), (0, capacity - history.shape[1])]), length
+        return mx.pad(
+            history, [(0, 0), (0, max(capacity - history.shape[1], 0))]
+        ), length
 
     def propose(self, state, context: DraftContext):
         history, length = state
