@@ -12,4 +12,16 @@ def as_target(model) -> Target:
     return _FAMILIES.get(model.model_type, GenericTarget)(model)
 
 
-__all__ = ["GenericTarget", "Qwen35Target", "Target", "TargetOutput", "as_target"]
+def takes_heads(model) -> bool:
+    """Whether the target adapter gives the hidden rows that an MTP head reads."""
+    return getattr(model, "model_type", None) in _FAMILIES
+
+
+__all__ = [
+    "GenericTarget",
+    "Qwen35Target",
+    "Target",
+    "TargetOutput",
+    "as_target",
+    "takes_heads",
+]

@@ -1,0 +1,564 @@
+"""Loading a model together with its MTP head.
+
+A head comes with the trunk's own weights (raw or converted folder) or in a sidecar
+file next to them. It is checked before it is used: every tensor by name and shape,
+its values, and how often it agrees with the model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from huggingface_hub.errors import HfHubHTTPError
+from mlx.utils import tree_flatten
+from mlx_lm import utils as lm_utils
+
+from .drafters import HeadConfig, MTPHead
+from .state import KVView
+from .targets import as_target, takes_heads
+
+DEMO = Path(__file__).parent / "demo"
+SIDECARS = ("mtp*.safetensors", "mtp/weights.safetensors")
+HEAD_NAME = re.compile(r"(?:(?:model|language_model)\.){0,2}mtp\.")
+HEAD_LIKE = re.compile(r"(?:^|[._])mtp[._]")
+
+# Agreement of a head with its model below which it is reported. A head that works
+# is above 0.5 on its model's own text, one with a wiring fault near 0.
+PROBE_BAR = 0.25
+PROBE_TOKENS = 32
+PROBE_PROMPT = "Count from one to ten, then say what you have done."
+
+
+@dataclass(frozen=True)
+class LoadedHead:
+    """What ``load`` leaves on a model as ``model.mtp_head``.
+
+    Args:
+        head (MTPHead): The weights.
+        source (str): The file they came from.
+        agreement (float, optional): What ``probe_head`` measured.
+    """
+
+    head: MTPHead
+    source: str
+    agreement: float | None = None
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A safetensors file, its tensors still unread."""
+
+    path: Path
+    tensors: dict[str, mx.array]
+    metadata: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Head tensors under the names of ``MTPHead``, before any change to them.
+
+    ``zero_centred`` says that norm gains are stored as their difference from 1.
+    """
+
+    tensors: dict[str, mx.array]
+    source: str
+    zero_centred: bool
+
+
+def load(
+    path_or_hf_repo: str | Path = "demo",
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    mtp: bool | str | Path = True,
+    probe: bool = True,
+    dtype: mx.Dtype | None = None,
+):
+    """Loads a model, its tokenizer and, where there is one, its MTP head.
+
+    The first eight arguments are those of ``mlx_lm.load``. The head is left on the
+    model as ``model.mtp_head`` (a ``LoadedHead``, or ``None``); it is no parameter of
+    the model.
+
+    Args:
+        path_or_hf_repo: A folder, a Hugging Face Hub id, or ``"demo"``, the small
+            model inside this package.
+        tokenizer_config (dict, optional): Options of the tokenizer.
+        model_config (dict, optional): Replaces entries of ``config.json``.
+        adapter_path (str, optional): LoRA adapters to apply.
+        lazy (bool): Leave the weights unread until they are needed. Then the head
+            is not probed either.
+        return_config (bool): Also return the config.
+        revision (str, optional): Branch, tag or commit on the Hub.
+        trust_remote_code (bool): Allow Python code that comes with the checkpoint.
+        mtp: ``True`` looks for a head in the folder, ``False`` does not, a path
+            names the sidecar file or folder to take it from.
+        probe (bool): Measure the head's agreement with the model (one forward of the
+            prompt and 32 decoding steps) and warn when it is too low.
+        dtype (Dtype, optional): Floating weights, scales of quantised ones included,
+            are cast to this. Default: float32 on a CPU device, where half precision
+            is 10 to 45 times slower, else the dtypes of the files.
+
+    Returns:
+        ``(model, tokenizer)`` or ``(model, tokenizer, config)``.
+
+    Raises:
+        FileNotFoundError: No such folder or Hub id, or a file is missing in it.
+        ValueError: A file is damaged, the head does not fit the model, or the
+            checkpoint asks for code of its own and ``trust_remote_code`` is off.
+
+    Example:
+        >>> model, tokenizer = load()
+        >>> model.mtp_head.source
+        'model.safetensors'
+    """
+    folder = find_model(path_or_hf_repo, revision)
+    _refuse_code(folder, trust_remote_code)
+    trunk = _read_trunk(folder)
+    model, config = _load_trunk(folder, model_config, adapter_path, trust_remote_code)
+    if dtype is None and mx.default_device() == mx.cpu:
+        dtype = mx.float32
+    if dtype is not None:
+        model.set_dtype(dtype)
+    if not lazy:
+        mx.eval(model.parameters())
+    tokenizer = _load_tokenizer(
+        folder,
+        {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})},
+        config,
+    )
+    head = None
+    if mtp is not False:
+        head = _load_attached(model, folder, trunk, config, mtp, dtype, lazy)
+    if head is not None and probe and not lazy:
+        head = _probed(model, head, tokenizer)
+    model.mtp_head = head
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def load_head(
+    path: str | Path, config: dict[str, Any], dtype: mx.Dtype | None = None
+) -> MTPHead:
+    """Loads an MTP head without its model.
+
+    Args:
+        path: A safetensors file, or a folder with a sidecar (``mtp*.safetensors``,
+            ``mtp/weights.safetensors``) or with a whole checkpoint.
+        config (dict): The model's config, or its ``text_config``.
+        dtype (Dtype, optional): Cast floating tensors to this.
+
+    Raises:
+        FileNotFoundError: No such file or folder.
+        ValueError: There is no head, or it is damaged, incomplete or of other sizes.
+    """
+    path = Path(path)
+    found = _find_head(path, _read_trunk(path) if path.is_dir() else [])
+    if found is None:
+        raise ValueError(f"[load] {path} has no MTP head.")
+    return _build(found, config, dtype)
+
+
+def save_head(head: MTPHead, path: str | Path) -> None:
+    """Writes a head to a sidecar that ``load`` and ``load_head`` read back equal.
+
+    Args:
+        head (MTPHead): The head, quantised or not.
+        path: The file, or a model folder, which gets an ``mtp.safetensors``.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "mtp.safetensors"
+    tensors = {f"mtp.{name}": x for name, x in tree_flatten(head.parameters())}
+    mx.eval(tensors)  # they may come from the file that is written now
+    mx.save_safetensors(str(path), tensors, {"format": "mlx", "norm_offset": "0"})
+
+
+def probe_head(model, head: MTPHead, tokenizer) -> float:
+    """How often a head's first draft is what the model says next.
+
+    The model continues a fixed prompt greedily for 32 tokens. The head then reads
+    the prompt and these tokens in one forward, and its greedy choices are compared
+    with the model's.
+
+    Args:
+        model: An ``mlx_lm`` model of a supported family.
+        head (MTPHead): The head to measure.
+        tokenizer: The model's tokenizer.
+
+    Returns:
+        float: The fraction of equal tokens, in [0, 1].
+    """
+    target = as_target(model)
+    prompt = mx.array([_probe_prompt(tokenizer)])
+    tokens, hidden = _continue_greedily(target, prompt, PROBE_TOKENS)
+    # Row i joins hidden row i with token i + 1 and predicts token i + 2.
+    views = _empty_views(head, tokens.shape[1])
+    embed = head.embed_tokens if "embed_tokens" in head else target.embed
+    out = head(embed(tokens[:, 1:-1]), hidden[:, :-1], views)
+    first = prompt.shape[1] - 1
+    drafts = mx.argmax(target.logits(out[:, first:]), axis=-1)
+    return mx.mean(drafts == tokens[:, first + 2 :]).item()
+
+
+def find_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
+    """The local folder of a model, fetched from the Hub if need be.
+
+    Raises:
+        FileNotFoundError: There is no such model, or files are missing.
+    """
+    if str(path_or_hf_repo) == "demo":
+        return DEMO
+    folder = Path(path_or_hf_repo).expanduser()
+    if not folder.exists():
+        folder = _download(str(path_or_hf_repo), revision)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"[load] {folder} is a file. Give the folder of the model."
+        )
+    for pattern in ("config.json", "model*.safetensors"):
+        if not any(folder.glob(pattern)):
+            raise FileNotFoundError(
+                f"[load] {folder} has no {pattern}. A model folder holds config.json, "
+                "model*.safetensors and the tokenizer."
+            )
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = set(_read_json(index).get("weight_map", {}).values())
+        if missing := sorted(f for f in files if not (folder / f).exists()):
+            raise FileNotFoundError(
+                f"[load] {folder} lacks {', '.join(missing)}, named in {index.name}. "
+                "Download it again."
+            )
+    return folder
+
+
+def _download(repo: str, revision: str | None) -> Path:
+    if repo.startswith((".", "/", "~")) or repo.count("/") > 1:
+        raise FileNotFoundError(f"[load] There is no folder {repo}.")
+    patterns = [*lm_utils.DEFAULT_ALLOW_PATTERNS, *SIDECARS]
+    try:
+        return lm_utils._download(repo, revision=revision, allow_patterns=patterns)
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FileNotFoundError(
+            f"[load] {repo} is not a folder here and could not be fetched from the "
+            f"Hugging Face Hub ({reason}). Check the name, give the path of a folder, "
+            'or use "demo", the model inside this package.'
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"[load] {path} is not valid JSON: {error}.") from error
+
+
+def _refuse_code(folder: Path, trust_remote_code: bool) -> None:
+    """Code that comes with a checkpoint runs only when that is asked for."""
+    for name in ("config.json", "tokenizer_config.json"):
+        if trust_remote_code or not (folder / name).exists():
+            continue
+        config = _read_json(folder / name)
+        for key in ("model_file", "auto_map"):
+            if config.get(key):
+                raise ValueError(
+                    f"[load] {folder / name} asks to run Python code of the checkpoint "
+                    f"({key}: {config[key]}). Pass trust_remote_code=True if you trust "
+                    "it; if this software knows the model without that code, removing "
+                    f"the key {key} is the safer way."
+                )
+
+
+def _read_shard(path: Path) -> _Shard:
+    if path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https"):
+        raise ValueError(
+            f"[load] {path} is a Git LFS pointer, not the file. Run: git lfs pull"
+        )
+    try:
+        tensors, metadata = mx.load(str(path), return_metadata=True)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"[load] {path} is damaged or incomplete: {error} Download it again."
+        ) from error
+    return _Shard(path, tensors, metadata)
+
+
+def _read_trunk(folder: Path) -> list[_Shard]:
+    return [_read_shard(path) for path in sorted(folder.glob("model*.safetensors"))]
+
+
+def _load_trunk(folder, model_config, adapter_path, trust_remote_code):
+    config = _read_json(folder / "config.json") | (model_config or {})
+    if "model_type" not in config:
+        raise ValueError(f"[load] {folder / 'config.json'} has no model_type.")
+    try:
+        model, config = lm_utils.load_model(
+            folder,
+            lazy=True,
+            model_config=model_config,
+            trust_remote_code=trust_remote_code,
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"[load] {folder / 'config.json'} is not a complete config of model type "
+            f"{config['model_type']}: {error}."
+        ) from error
+    if adapter_path is not None:
+        model = lm_utils.load_adapters(model, adapter_path)
+        model.eval()
+    return model, config
+
+
+def _load_tokenizer(folder, tokenizer_config, config):
+    try:
+        return lm_utils.load_tokenizer(
+            folder, tokenizer_config, eos_token_ids=config.get("eos_token_id")
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"[load] The tokenizer in {folder} cannot be loaded: {error}"
+        ) from error
+
+
+def _load_attached(model, folder, trunk, config, mtp, dtype, lazy):
+    """The head that goes with a model, or None with a warning that says why."""
+    if not takes_heads(model):
+        if mtp is not True:
+            raise ValueError(f"[load] {_unsupported(model)}.")
+        if any(HEAD_LIKE.search(name) for shard in trunk for name in shard.tensors):
+            warnings.warn(f"[load] {_unsupported(model)}: left out.", stacklevel=3)
+        return None
+    path = folder if mtp is True else Path(mtp).expanduser()
+    if path != folder and path.is_dir():
+        _check_same_vocabulary(folder, path)
+        trunk = _read_trunk(path)
+    found = _find_head(path, trunk)
+    if found is None:
+        if mtp is not True:
+            raise ValueError(f"[load] {path} has no MTP head.")
+        return None
+    try:
+        dtype = dtype or _head_dtype(found, as_target(model))
+        return LoadedHead(_build(found, config, dtype, lazy), found.source)
+    except RuntimeError as error:  # no memory, or a file that cannot be read
+        warnings.warn(
+            f"[load] The MTP head in {found.source} could not be read ({error}): "
+            "left out.",
+            stacklevel=3,
+        )
+        return None
+
+
+def _unsupported(model) -> str:
+    return f"MTP heads of model type {model.model_type} are not supported"
+
+
+def _check_same_vocabulary(ours: Path, theirs: Path) -> None:
+    """A head of another folder must mean the same tokens by the same ids."""
+    files = [folder / "tokenizer.json" for folder in (ours, theirs)]
+    if not all(f.exists() for f in files) or files[0].samefile(files[1]):
+        return
+    left, right = (_vocabulary(_read_json(file)) for file in files)
+    if different := left.items() ^ right.items():
+        token, index = min(different, key=lambda item: item[1])
+        raise ValueError(
+            f"[load] The vocabularies of {ours} and {theirs} differ, first in token "
+            f"{token!r} with id {index}."
+        )
+
+
+def _vocabulary(tokenizer: dict[str, Any]) -> dict[str, int]:
+    vocabulary = tokenizer["model"]["vocab"]
+    if isinstance(vocabulary, list):  # Unigram: pairs of token and score
+        vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
+    added = {t["content"]: t["id"] for t in tokenizer.get("added_tokens", ())}
+    return vocabulary | added
+
+
+def _find_head(path: Path, trunk: list[_Shard]) -> _Found | None:
+    """The head in a file, in a folder's sidecars, or else among the trunk's tensors."""
+    if not path.exists():
+        raise FileNotFoundError(f"[load] There is no MTP head at {path}.")
+    if path.is_dir():
+        files = [file for pattern in SIDECARS for file in sorted(path.glob(pattern))]
+    else:
+        files = [path]
+    sidecars = [_read_shard(file) for file in files]
+    shards = [s for s in sidecars or trunk if any(map(HEAD_LIKE.search, s.tensors))]
+    if not shards:
+        if sidecars:
+            raise ValueError(
+                f"[load] {files[0]} has no tensors named mtp.*, as an MTP head has."
+            )
+        return None
+    source = ", ".join(shard.path.name for shard in shards)
+    return _Found(
+        _select(shards), source, _zero_centred(shards, trunk, is_sidecar=bool(sidecars))
+    )
+
+
+def _select(shards: list[_Shard]) -> dict[str, mx.array]:
+    """The head's tensors without their prefix."""
+    tensors: dict[str, mx.array] = {}
+    for shard in shards:
+        for name, x in shard.tensors.items():
+            prefix = HEAD_NAME.match(name)
+            if prefix is None and HEAD_LIKE.search(name):
+                raise ValueError(
+                    f"[load] {shard.path} has the tensor {name}, which looks like a "
+                    "part of an MTP head under an unknown prefix. Known are mtp., "
+                    "model.mtp., language_model.mtp. and model.language_model.mtp."
+                )
+            if prefix is not None:
+                if name[prefix.end() :] in tensors:
+                    raise ValueError(f"[load] {shard.path} has {name} a second time.")
+                tensors[name[prefix.end() :]] = x
+    return tensors
+
+
+def _zero_centred(shards: list[_Shard], trunk: list[_Shard], is_sidecar: bool) -> bool:
+    """Whether norm gains are stored as their difference from 1, as in raw checkpoints.
+
+    Conversion to MLX adds 1 and moves the axes of the trunk's convolutions, so their
+    layout tells for the same folder. The presence of a head tells nothing: converted
+    folders may have one.
+    """
+    metadata = {k: v for shard in shards for k, v in shard.metadata.items()}
+    if "norm_offset" in metadata:
+        return metadata["norm_offset"] == "1"
+    convolutions = [
+        x for s in trunk for name, x in s.tensors.items() if "conv1d.weight" in name
+    ]
+    if convolutions and not (is_sidecar and "format" in metadata):
+        return any(x.shape[-1] != 1 for x in convolutions)
+    if "format" in metadata:
+        return metadata["format"] != "mlx"
+    raise ValueError(
+        f"[load] {shards[0].path} does not say whether its norm gains are stored as "
+        'such or less 1. Save it with the metadata {"norm_offset": "0"} or '
+        '{"norm_offset": "1"}, which is what a loader has to add.'
+    )
+
+
+def _head_dtype(found: _Found, target) -> mx.Dtype:
+    """The trunk's dtype if it has the range for the head's values, else float32."""
+    ours = {
+        x.dtype for x in found.tensors.values() if mx.issubdtype(x.dtype, mx.floating)
+    }
+    theirs = target.embed(mx.array([[0]])).dtype
+    return mx.float32 if theirs == mx.float16 and ours - {theirs} else theirs
+
+
+def _build(found: _Found, config, dtype=None, lazy=False) -> MTPHead:
+    head = MTPHead(HeadConfig.from_dict(config.get("text_config") or config))
+    tensors = dict(found.tensors)
+
+    def quantisation(path, module):
+        if f"{path}.scales" not in tensors or f"{path}.weight" not in tensors:
+            return False
+        return lm_utils.infer_quant_config(path, module, tensors)
+
+    nn.quantize(head, class_predicate=quantisation)
+    _check_fit(head, found)
+    if found.zero_centred:
+        for path, module in head.named_modules():
+            if isinstance(module, nn.RMSNorm):
+                gain = tensors[f"{path}.weight"]
+                shifted = 1 + gain.astype(mx.float32)
+                tensors[f"{path}.weight"] = shifted.astype(dtype or gain.dtype)
+    head.load_weights(list(tensors.items()))
+    if dtype is not None:
+        head.set_dtype(dtype)
+    head.eval()
+    if not lazy:
+        _check_values(head, found.source)
+    return head
+
+
+def _check_fit(head: MTPHead, found: _Found) -> None:
+    expected = dict(tree_flatten(head.parameters()))
+    faults = [f"{name} is missing" for name in sorted(expected.keys() - found.tensors)]
+    faults += [f"{name} is unknown" for name in sorted(found.tensors.keys() - expected)]
+    for name in sorted(expected.keys() & found.tensors):
+        shape, wanted = found.tensors[name].shape, expected[name].shape
+        if shape != wanted:
+            faults.append(f"{name} has shape {shape} in place of {wanted}")
+    if faults:
+        raise ValueError(
+            f"[load] The MTP head in {found.source} does not fit the config: "
+            f"{'; '.join(faults)}. Pass mtp=False to do without it."
+        )
+
+
+def _check_values(head: MTPHead, source: str) -> None:
+    """Reads the tensors. A head of zeros or NaN would only show as never accepted."""
+    flat = dict(tree_flatten(head.parameters()))
+    finite = {name: mx.isfinite(x).all() for name, x in flat.items()}
+    filled = {
+        name: (x != 0).any()
+        for name, x in flat.items()
+        if name.endswith((".weight", ".scales"))
+    }
+    mx.eval(flat, finite, filled)
+    faults = [f"{name} is not finite" for name, ok in finite.items() if not ok]
+    faults += [f"{name} is all zeros" for name, ok in filled.items() if not ok]
+    if faults:
+        raise ValueError(
+            f"[load] The MTP head in {source} is damaged: {'; '.join(faults)}. "
+            "Pass mtp=False to do without it."
+        )
+
+
+def _probed(model, loaded: LoadedHead, tokenizer) -> LoadedHead:
+    agreement = probe_head(model, loaded.head, tokenizer)
+    if agreement < PROBE_BAR:
+        warnings.warn(
+            f"[load] The MTP head in {loaded.source} agrees with the model on "
+            f"{agreement:.0%} of {PROBE_TOKENS} tokens (a working head: above "
+            f"{PROBE_BAR:.0%}), so drafting with it will only cost time. Check that it "
+            "was made for this model and that its norm gains are stored as its "
+            "metadata or the trunk's layout says (norm_offset).",
+            stacklevel=3,
+        )
+    return replace(loaded, agreement=agreement)
+
+
+def _probe_prompt(tokenizer) -> list[int]:
+    if getattr(tokenizer, "has_chat_template", False):
+        messages = [{"role": "user", "content": PROBE_PROMPT}]
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+    return tokenizer.encode(PROBE_PROMPT)
+
+
+def _continue_greedily(target, tokens: mx.array, count: int):
+    """The tokens with ``count`` more, and the hidden rows of all but the last."""
+    caches, rows, fed = target.make_cache(), [], tokens
+    for _ in range(count):
+        out = target.prefill(fed, caches)
+        fed = mx.argmax(out.logits[:, -1:], axis=-1).astype(tokens.dtype)
+        mx.eval(fed, out.hidden)
+        rows.append(out.hidden)
+        tokens = mx.concatenate([tokens, fed], axis=1)
+    return tokens, mx.concatenate(rows, axis=1)
+
+
+def _empty_views(head: MTPHead, slots: int) -> list[KVView]:
+    config = head.config
+    shape = (1, config.num_key_value_heads, slots, config.head_dim)
+    empty = mx.zeros(shape, head.norm.weight.dtype)
+    return [KVView(empty, empty, 0, slots) for _ in head.layers]
