@@ -26,6 +26,7 @@ from .targets import as_target, takes_heads
 
 DEMO = Path(__file__).parent / "demo"
 SIDECARS = ("mtp*.safetensors", "mtp/weights.safetensors")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.*")
 HEAD_NAME = re.compile(r"(?:(?:model|language_model)\.){0,2}mtp\.")
 HEAD_LIKE = re.compile(r"(?:^|[._])mtp[._]")
 
@@ -227,11 +228,11 @@ def find_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path
         raise FileNotFoundError(
             f"[load] {folder} is a file. Give the folder of the model."
         )
-    for pattern in ("config.json", "model*.safetensors"):
-        if not any(folder.glob(pattern)):
+    for patterns in (("config.json",), ("model*.safetensors",), TOKENIZERS):
+        if not any(any(folder.glob(pattern)) for pattern in patterns):
             raise FileNotFoundError(
-                f"[load] {folder} has no {pattern}. A model folder holds config.json, "
-                "model*.safetensors and the tokenizer."
+                f"[load] {folder} has no {' or '.join(patterns)}. A model folder holds "
+                "config.json, model*.safetensors and the tokenizer."
             )
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -338,7 +339,8 @@ def _load_attached(model, folder, trunk, config, mtp, dtype, lazy):
     if not takes_heads(model):
         if mtp is not True:
             raise ValueError(f"[load] {_unsupported(model)}.")
-        if any(HEAD_LIKE.search(name) for shard in trunk for name in shard.tensors):
+        names = [name for shard in trunk for name in shard.tensors]
+        if any(map(HEAD_LIKE.search, names)) or _sidecars(folder):
             warnings.warn(f"[load] {_unsupported(model)}: left out.", stacklevel=3)
         return None
     path = folder if mtp is True else Path(mtp).expanduser()
@@ -392,10 +394,7 @@ def _find_head(path: Path, trunk: list[_Shard]) -> _Found | None:
     """The head in a file, in a folder's sidecars, or else among the trunk's tensors."""
     if not path.exists():
         raise FileNotFoundError(f"[load] There is no MTP head at {path}.")
-    if path.is_dir():
-        files = [file for pattern in SIDECARS for file in sorted(path.glob(pattern))]
-    else:
-        files = [path]
+    files = _sidecars(path) if path.is_dir() else [path]
     sidecars = [_read_shard(file) for file in files]
     shards = [s for s in sidecars or trunk if any(map(HEAD_LIKE.search, s.tensors))]
     if not shards:
@@ -408,6 +407,10 @@ def _find_head(path: Path, trunk: list[_Shard]) -> _Found | None:
     return _Found(
         _select(shards), source, _zero_centred(shards, trunk, is_sidecar=bool(sidecars))
     )
+
+
+def _sidecars(folder: Path) -> list[Path]:
+    return [file for pattern in SIDECARS for file in sorted(folder.glob(pattern))]
 
 
 def _select(shards: list[_Shard]) -> dict[str, mx.array]:
@@ -471,7 +474,13 @@ def _build(found: _Found, config, dtype=None, lazy=False) -> MTPHead:
             return False
         return lm_utils.infer_quant_config(path, module, tensors)
 
-    nn.quantize(head, class_predicate=quantisation)
+    try:
+        nn.quantize(head, class_predicate=quantisation)
+    except ValueError as error:
+        raise ValueError(
+            f"[load] The quantised MTP head in {found.source} has weights and scales "
+            f"that do not fit together: {error}"
+        ) from error
     _check_fit(head, found)
     if found.zero_centred:
         for path, module in head.named_modules():
