@@ -182,7 +182,6 @@ def save_head(head: MTPHead, path: str | Path) -> None:
     if path.is_dir():
         path = path / "mtp.safetensors"
     tensors = {f"mtp.{name}": x for name, x in tree_flatten(head.parameters())}
-    mx.eval(tensors)  # they may come from the file that is written now
     mx.save_safetensors(str(path), tensors, {"format": "mlx", "norm_offset": "0"})
 
 
