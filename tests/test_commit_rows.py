@@ -8,6 +8,7 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mlx_mtp.ops import commit_rows
 
 DTYPES = ["float32", "float16", "bfloat16", "int8", "uint64", "complex64", "bool_"]

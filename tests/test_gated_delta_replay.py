@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.gated_delta import gated_delta_ops
+
 from mlx_mtp.ops import gated_delta_replay
 
 # Elsewhere mlx sums with SIMD or contracts to fma: another order, same math.

@@ -11,6 +11,7 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
+
 from mlx_mtp import loading
 from mlx_mtp.drafters import MTPHead
 from mlx_mtp.loading import DEMO, load, load_head, probe_head, save_head

@@ -2,6 +2,7 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
+
 from mlx_mtp import ops
 
 FILTERS = [

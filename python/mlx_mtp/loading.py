@@ -212,6 +212,40 @@ def probe_head(model, head: MTPHead, tokenizer) -> float:
     return mx.mean(drafts == tokens[:, first + 2 :]).item()
 
 
+def inspect_model(
+    path_or_hf_repo: str | Path, revision: str | None = None
+) -> dict[str, Any]:
+    """What a model folder offers, read from names and shapes alone.
+
+    Returns:
+        dict: ``folder``, ``model_type``, ``parameters`` (of trunk and head),
+        ``gigabytes`` on disk, ``quantization`` or ``None``, and ``mtp_head``:
+        ``source`` and the number of ``tensors`` and ``parameters``, or ``None``.
+
+    Raises:
+        FileNotFoundError, ValueError: As ``load``.
+    """
+    folder = find_model(path_or_hf_repo, revision)
+    config, trunk = _read_json(folder / "config.json"), _read_trunk(folder)
+    found = _find_head(folder, trunk)
+    tensors = [x for shard in trunk for x in shard.tensors.values()]
+    head = None
+    if found is not None:
+        head = {
+            "source": found.source,
+            "tensors": len(found.tensors),
+            "parameters": sum(x.size for x in found.tensors.values()),
+        }
+    return {
+        "folder": str(folder),
+        "model_type": config.get("model_type"),
+        "parameters": sum(x.size for x in tensors),
+        "gigabytes": round(sum(x.nbytes for x in tensors) / 1e9, 3),
+        "quantization": config.get("quantization"),
+        "mtp_head": head,
+    }
+
+
 def find_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
     """The local folder of a model, fetched from the Hub if need be.
 

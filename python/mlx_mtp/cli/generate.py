@@ -8,8 +8,9 @@ import sys
 
 from .. import blas
 from ..drafters import NGramDrafter
-from ..generation import DEFAULT_DEPTH, make_sampler, stream_generate, summary
+from ..generation import DEFAULT_DEPTH, Sampler, stream_generate, summary
 from ..loading import load
+from ..sampling import SamplingParams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    sampler = make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k)
+    params = SamplingParams(
+        args.temp, args.top_k, args.top_p, args.min_p, "temperature_last"
+    )
     model, tokenizer = load(args.model)
     text = []
     for response in stream_generate(
@@ -41,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         max_tokens=args.max_tokens,
         mtp=_mtp(args, model),
         num_draft_tokens=args.depth,
-        sampler=sampler,
+        sampler=Sampler(params),
         seed=args.seed,
     ):
         text.append(response.text)

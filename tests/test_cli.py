@@ -1,0 +1,116 @@
+"""The command line: what it prints, and one clear line with code 2 for bad input."""
+
+import json
+import subprocess
+import sys
+
+import mlx_lm
+import pytest
+
+from mlx_mtp import blas
+from mlx_mtp.cli import main
+
+PROMPT = "What is 57 + 68?"
+
+
+def run(*args, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-m", "mlx_mtp", *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **kwargs,
+    )
+
+
+def test_generate_streams_a_thought_an_answer_and_the_acceptance():
+    done = run("generate", "--prompt", PROMPT)
+    assert done.returncode == 0, done.stderr
+    thought, _, answer = done.stdout.partition("</think>")
+    assert "Result: 125" in thought and "125" in answer
+    assert "drafts accepted" in answer and "tokens per round" in answer
+
+
+def test_prompt_comes_from_stdin():
+    done = run("generate", "--prompt", "-", "--json", input=PROMPT)
+    assert "125" in json.loads(done.stdout)["text"]
+
+
+def test_json_reports_counts_and_blas(capsys):
+    assert main(["generate", "-p", PROMPT, "--json", "--depth", "2"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["finish_reason"] == "stop"
+    assert report["mtp"]["accepted"] <= report["mtp"]["drafted"]
+    assert report["mtp"]["emitted"] == report["generation_tokens"]
+    assert report["blas"] == blas.blas_name()
+
+
+def test_no_mtp_is_mlx_lms_text(capsys, demo):
+    texts = []
+    for extra in ([], ["--no-mtp"], ["--drafter", "ngram"]):
+        main(["generate", "-p", PROMPT, "--json", *extra])
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    _, tokenizer = demo
+    message = {"role": "user", "content": PROMPT}
+    prompt = tokenizer.apply_chat_template([message], add_generation_prompt=True)
+    assert set(texts) == {mlx_lm.generate(*demo, prompt, max_tokens=512)}
+
+
+def test_seed_fixes_a_sampled_text(capsys):
+    texts = []
+    for seed in (1, 1, 2):
+        args = "generate -p Hello --json --temp 4 --max-tokens 40 --top-k 50 --seed"
+        main([*args.split(), str(seed)])
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_info_names_versions_machine_and_head(capsys):
+    assert main(["info", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["versions"]["mlx"] == "0.32.4"
+    assert report["machine"]["memory_gb"] > 0
+    assert report["model"]["mtp_head"]["tensors"] == 15
+    assert main(["info"]) == 0
+    assert "qwen3_5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["generate", "-p", "x", "--model", "no/such-model"], "no/such-model"),
+        (["generate", "-p", "x", "--model", "/"], "config.json"),
+        (["generate", "-p", "x", "--depth", "0"], "depth"),
+        (["generate", "-p", "x", "--depth", "99"], "depth"),
+        (["generate", "-p", "x", "--temp", "-1"], "temperature"),
+        (["generate", "-p", "x", "--temp", "nan"], "temperature"),
+        (["generate", "-p", "x", "--top-k", "-2"], "top_k"),
+        (["generate", "-p", "x", "--top-p", "1.5"], "top_p"),
+        (["generate", "-p", "x", "--min-p", "7"], "min_p"),
+        (["generate", "-p", "x", "--max-tokens", "0"], "max_tokens"),
+        (["generate", "-p", ""], "prompt"),
+        (["info", "--model", "no/such-model"], "no/such-model"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_code_2(capsys, args, said):
+    assert main(args) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("mlx-mtp: error: ")
+    assert said in error
+
+
+@pytest.mark.parametrize("args", [[], ["sing"], ["generate"], ["generate", "-m", "x"]])
+def test_unknown_arguments_end_with_code_2(args):
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == 2
+
+
+def test_openblas_precedes_mlx_when_loaded_first():
+    code = (
+        "from mlx_mtp import blas; loaded = blas.load_openblas(); import mlx.core;"
+        "print(loaded, blas.blas_name(), blas.load_openblas())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    loaded, name, again = done.stdout.split()
+    assert (name != "reference") == (loaded == "True") and again == "False"

@@ -1,0 +1,207 @@
+"""The drop-in API against mlx_lm on the demo model, stock BLAS."""
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
+
+import mlx_mtp
+from mlx_mtp import NGramDrafter, SamplingParams, generate, make_sampler
+from mlx_mtp.speculative import SpeculativeDecoder
+from mlx_mtp.targets import as_target
+
+FIELDS = ("text", "token", "finish_reason", "prompt_tokens", "generation_tokens")
+
+
+@pytest.fixture(scope="module")
+def prompt(demo):
+    _, tokenizer = demo
+    message = {"role": "user", "content": "What is 57 + 68?"}
+    return tokenizer.apply_chat_template([message], add_generation_prompt=True)
+
+
+def responses(stream):
+    return [tuple(getattr(r, name) for name in FIELDS) for r in stream]
+
+
+def tokens(demo, prompt, **kwargs):
+    return [r.token for r in mlx_mtp.stream_generate(*demo, prompt, **kwargs)]
+
+
+@pytest.mark.parametrize("mtp", [None, "auto", 1, 5, "ngram"])
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 30, 200])
+def test_responses_equal_mlx_lm(demo, prompt, mtp, max_tokens):
+    drafter = NGramDrafter() if mtp == "ngram" else mtp
+    ours = mlx_mtp.stream_generate(*demo, prompt, max_tokens=max_tokens, mtp=drafter)
+    theirs = mlx_lm.stream_generate(*demo, prompt, max_tokens=max_tokens)
+    assert responses(ours) == responses(theirs)
+
+
+def test_string_prompts_are_encoded_as_in_mlx_lm(demo):
+    ours = mlx_mtp.stream_generate(*demo, "import os", max_tokens=8)
+    theirs = mlx_lm.stream_generate(*demo, "import os", max_tokens=8)
+    assert responses(ours) == responses(theirs)
+
+
+def test_logprobs_are_lazy_and_equal_mlx_lm(demo, prompt):
+    ours = list(mlx_mtp.stream_generate(*demo, prompt, max_tokens=12))
+    theirs = list(mlx_lm.stream_generate(*demo, prompt, max_tokens=12))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+
+
+def test_drafted_tokens_are_marked(demo, prompt):
+    marks = [r.from_draft for r in mlx_mtp.stream_generate(*demo, prompt, mtp=3)]
+    assert not marks[0] and any(marks)
+
+
+def test_model_without_head_is_mlx_lm(demo, prompt):
+    model, tokenizer = mlx_mtp.load("demo", mtp=False)
+    ours = list(mlx_mtp.stream_generate(model, tokenizer, prompt, max_tokens=9))
+    theirs = mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=9)
+    assert responses(ours) == responses(theirs)
+    assert ours[-1].mtp.fallback == "the model has no MTP head"
+    with pytest.raises(ValueError, match="no MTP head"):
+        list(mlx_mtp.stream_generate(model, tokenizer, prompt, mtp=2))
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"max_kv_size": 64}, {"kv_bits": 8, "quantized_kv_start": 0}]
+)
+def test_unsupported_arguments_are_plain_decoding_with_a_reason(demo, prompt, kwargs):
+    ours = list(mlx_mtp.stream_generate(*demo, prompt, max_tokens=9, **kwargs))
+    theirs = mlx_lm.stream_generate(*demo, prompt, max_tokens=9, **kwargs)
+    assert responses(ours) == responses(theirs)
+    assert next(iter(kwargs)) in ours[-1].mtp.fallback
+
+
+def test_unsupported_cache_is_plain_decoding_with_a_reason(demo, prompt):
+    model, _ = demo
+    cache = make_prompt_cache(model)
+    cache[3] = cache[3].to_quantized(group_size=64, bits=8)
+    ours = list(
+        mlx_mtp.stream_generate(*demo, prompt, max_tokens=9, prompt_cache=cache)
+    )
+    assert "QuantizedKVCache" in ours[-1].mtp.fallback
+
+
+def test_prompt_cache_is_left_as_mlx_lm_leaves_it(demo, prompt):
+    model, tokenizer = demo
+    follow = tokenizer.encode("<|im_start|>user\nWhat is 9 + 9?<|im_end|>\n")
+    results = []
+    for package, kwargs in ((mlx_mtp, {"mtp": 4}), (mlx_lm, {})):
+        cache = make_prompt_cache(model)
+        turns = [
+            responses(
+                package.stream_generate(
+                    *demo, turn, max_tokens=25, prompt_cache=cache, **kwargs
+                )
+            )
+            for turn in (prompt, follow)
+        ]
+        results.append((turns, [getattr(c, "offset", None) for c in cache]))
+    assert results[0] == results[1]
+
+
+def test_prompt_cache_is_exact_after_the_caller_breaks_off(demo, prompt):
+    model, _ = demo
+    for count in range(1, 8):
+        cache = make_prompt_cache(model)
+        stream = mlx_mtp.stream_generate(*demo, prompt, mtp=3, prompt_cache=cache)
+        for _ in range(count):
+            next(stream)
+        stream.close()
+        assert cache[3].offset == len(prompt) + count
+
+
+def test_our_sampler_is_reproducible_and_mlx_lms_is_matched(demo, prompt):
+    ours = make_sampler(0.8, top_k=50)
+    assert tokens(demo, prompt, sampler=ours, seed=3) == tokens(
+        demo, prompt, sampler=ours, seed=3
+    )
+    theirs = list(
+        mlx_mtp.stream_generate(*demo, prompt, sampler=mlx_lm_sampler(0.8, top_k=50))
+    )
+    assert theirs[-1].mtp.accepted > 0
+
+
+def test_mlx_random_seed_fixes_a_stream_without_a_seed(demo, prompt):
+    streams = []
+    for _ in range(2):
+        mx.random.seed(11)
+        streams.append(tokens(demo, prompt, sampler=make_sampler(4.0), max_tokens=30))
+    assert streams[0] == streams[1]
+    assert streams[0] != tokens(demo, prompt, sampler=make_sampler(4.0), max_tokens=30)
+
+
+def test_make_sampler_reads_mlx_lms_arguments():
+    assert make_sampler(0.5, 0.9, 0.1, top_k=7).params == SamplingParams(
+        0.5, 7, 0.9, 0.1, "temperature_last"
+    )
+    assert make_sampler().params.greedy
+    assert not hasattr(make_sampler(1.0, xtc_probability=0.5), "params")
+
+
+def test_our_sampler_works_in_mlx_lm(demo, prompt):
+    stream = mlx_lm.stream_generate(
+        *demo, prompt, max_tokens=5, sampler=make_sampler(1.0, top_k=1)
+    )
+    greedy = mlx_lm.stream_generate(*demo, prompt, max_tokens=5)
+    assert responses(stream) == responses(greedy)
+
+
+def test_mlx_lm_processors_give_mlx_lms_tokens(demo, prompt):
+    processors = make_logits_processors(
+        logit_bias={5: -3.0}, repetition_penalty=1.4, repetition_context_size=30
+    )
+    kwargs = {"max_tokens": 60, "logits_processors": processors}
+    theirs = [r.token for r in mlx_lm.stream_generate(*demo, prompt, **kwargs)]
+    assert tokens(demo, prompt, mtp=4, **kwargs) == theirs
+
+
+def test_rounds_are_compiled_once_a_model(demo, prompt):
+    model, _ = demo
+    tokens(demo, prompt, mtp=2, max_tokens=20)
+    (round_,) = model.mtp_decoders.get(model.mtp_decoders.head, 2)._rounds.values()
+    before = round_.traces
+    tokens(demo, prompt, mtp=2, max_tokens=20)
+    assert round_.traces == before > 0
+
+
+def test_a_decoder_can_be_given(demo, prompt):
+    model, _ = demo
+    decoder = SpeculativeDecoder(as_target(model), NGramDrafter(), 2)
+    assert tokens(demo, prompt, mtp=decoder) == tokens(demo, prompt, mtp=None)
+
+
+def test_generate_returns_the_text(demo, prompt, capsys):
+    text = generate(*demo, prompt, max_tokens=40, verbose=True)
+    assert text == mlx_lm.generate(*demo, prompt, max_tokens=40)
+    printed = capsys.readouterr().out
+    assert text in printed and "tokens per round" in printed
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error"),
+    [
+        ({"mtp": 0}, ValueError),
+        ({"mtp": 99}, ValueError),
+        ({"mtp": "fast"}, ValueError),
+        ({"mtp": True}, ValueError),
+        ({"max_tokens": 0}, ValueError),
+        ({"prefill_step_size": 0}, ValueError),
+        ({"colour": "red"}, TypeError),
+    ],
+)
+def test_bad_arguments_are_refused(demo, prompt, kwargs, error):
+    with pytest.raises(error):
+        list(mlx_mtp.stream_generate(*demo, prompt, **kwargs))
+
+
+@pytest.mark.parametrize("bad", [[], [-1], [4096], [0.5]])
+def test_bad_prompts_are_refused(demo, bad):
+    with pytest.raises((ValueError, TypeError)):
+        list(mlx_mtp.stream_generate(*demo, bad, mtp=2))
