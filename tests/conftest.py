@@ -1,9 +1,44 @@
+"""Models that many tests share. Nothing in the product may change them."""
+
+from types import SimpleNamespace
+
 import pytest
+from tiny import random_head, tiny_llama, tiny_qwen
 
 import mlx_mtp
+from mlx_mtp.drafters import MTPHeadDrafter
+from mlx_mtp.targets import as_target
 
 
 @pytest.fixture(scope="session")
 def demo():
     """The embedded model with its head, and its tokenizer."""
     return mlx_mtp.load("demo")
+
+
+@pytest.fixture(scope="session")
+def demo_parts(demo):
+    """The embedded model as the target and the drafter of a round."""
+    model, tokenizer = demo
+    target = as_target(model)
+    drafter = MTPHeadDrafter(model.mtp_head.head, target)
+    return SimpleNamespace(
+        model=model, tokenizer=tokenizer, target=target, drafter=drafter
+    )
+
+
+@pytest.fixture(scope="session")
+def llama():
+    return tiny_llama()
+
+
+@pytest.fixture(scope="session")
+def qwen():
+    return tiny_qwen()
+
+
+@pytest.fixture(scope="session")
+def qwen_head(qwen):
+    """A target and an untrained head for it."""
+    target = as_target(qwen)
+    return SimpleNamespace(target=target, drafter=random_head(target))

@@ -54,8 +54,8 @@ class Round:
         greedy (bool): Every draw is an argmax; no random numbers are made.
         filter_order (str): See ``SamplingParams``.
 
-    ``traces`` counts how often the round was traced: once for each shape of its
-    state and each attended length.
+    ``traces`` counts how often the target was traced: once for each shape of the
+    state and each attended length. It is 0 if the target cannot be traced.
     """
 
     def __init__(
@@ -118,7 +118,6 @@ class Round:
 
     def whole(self, state, attended, offset=None):
         """The round as a plain function; see ``verify`` for ``offset``."""
-        self.traces += 1
         proposal = self.draft(state, attended)
         verified, logits = self.verify(state, proposal, attended, offset)
         tokens, accepted, logprobs = self.accept(state, proposal, logits)
@@ -197,6 +196,8 @@ class Round:
         }
         if "hidden" in state:
             verified["hidden"] = out.hidden
+        if offset is None:
+            self.traces += 1
         return verified, out.logits
 
     def accept(self, state, proposal, logits):

@@ -191,7 +191,7 @@ class SpeculativeDecoder:
         caches = self.target.make_cache() if caches is None else caches
         classify(caches, self.target.adapters)
         greedy = params.greedy or sampler is not None
-        return SpeculativeIterator(
+        stream = _Stream(
             self._round(greedy, order),
             _check_prompt(prompt, self.target.vocab_size),
             caches,
@@ -205,6 +205,7 @@ class SpeculativeDecoder:
             prefill_step_size=prefill_step_size,
             progress=progress,
         )
+        return SpeculativeIterator(stream)
 
     def _round(self, greedy: bool, order) -> Round:
         key = (greedy, order)
@@ -237,10 +238,33 @@ def speculative_step(
 class SpeculativeIterator(Iterator[Step]):
     """One stream in progress, made by ``SpeculativeDecoder.stream``.
 
-    ``telemetry`` is live. The end of the stream, an error, or ``close()`` puts the
-    caches back: they hold the prompt and every emitted token, as ``mlx_lm`` leaves
-    them. While the stream runs they are empty.
+    ``telemetry`` is live. The end of the stream, an error, ``close()`` or dropping
+    the iterator puts the caches back: they hold the prompt and every emitted token,
+    as ``mlx_lm`` leaves them. While the stream runs they are empty.
     """
+
+    def __init__(self, stream: _Stream):
+        self.telemetry = stream.telemetry
+        # Nothing in the stream refers to this object, so dropping it closes the
+        # generator at once.
+        self._steps = stream.run()
+
+    def __next__(self) -> Step:
+        return next(self._steps)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def close(self) -> None:
+        """Ends the stream where the caller is and gives the caches back."""
+        self._steps.close()
+
+
+class _Stream:
+    """The state and the loop of one stream."""
 
     def __init__(
         self,
@@ -281,22 +305,8 @@ class SpeculativeIterator(Iterator[Step]):
         self._state: RoundState | None = None  # the newest; None until adopted
         self._replayable: list | None = None  # leaves of the block behind it
         self._block: _Block | None = None
-        self._steps = self._run()
 
-    def __next__(self) -> Step:
-        return next(self._steps)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def close(self) -> None:
-        """Ends the stream where the caller is and gives the caches back."""
-        self._steps.close()
-
-    def _run(self) -> Iterator[Step]:
+    def run(self) -> Iterator[Step]:
         try:
             pending = self._prefill()
             while True:
@@ -482,8 +492,9 @@ class SpeculativeIterator(Iterator[Step]):
         self._block, self._replayable = block, None
         if accepted < 0:
             raise UnusableLogits(
-                "The logits have NaN, +inf or no allowed token at position "
-                f"{block.length + fed}. The prompt cache holds every emitted token."
+                "The logits of the model or of the drafter have NaN, +inf or nothing "
+                f"to choose from, in the round for position {block.length + fed}. The "
+                "prompt cache holds every emitted token."
             )
         self._length += fed + accepted
         if fed:

@@ -1,0 +1,236 @@
+"""Whatever is accepted and wherever a stream ends, its caches are those of a run that
+was fed exactly the prompt and the emitted tokens, bit for bit.
+"""
+
+from itertools import islice
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import (
+    ScriptedDrafter,
+    emitted,
+    plain_tokens,
+    random_head,
+    random_prompt,
+    start_row,
+)
+
+from mlx_mtp.drafters import NGramDrafter
+from mlx_mtp.round import Round
+from mlx_mtp.speculative import SpeculativeDecoder, UnusableLogits
+from mlx_mtp.targets import GenericTarget, Qwen35Target, as_target
+
+DEPTH = 4
+PROMPT = random_prompt(11, 128, 5)
+LENGTH = 100
+ENDS = range(1, 18)  # with PLAN: every slot of several rounds
+PLAN = [2, 4, 0, 3, 1]
+
+
+class Plain:
+    """What mlx_lm's model and caches hold after each token, fed one at a time."""
+
+    def __init__(self, model):
+        self.model, self.target = model, as_target(model)
+        self.tokens = plain_tokens(model, PROMPT, LENGTH)
+        self.fed = PROMPT + self.tokens
+        self.drafter = ScriptedDrafter(self.tokens, 128, PLAN)
+        self.decoder = SpeculativeDecoder(self.target, self.drafter, DEPTH)
+        self.round = Round(self.target, self.drafter, DEPTH, greedy=True)
+        cache = self.target.make_cache()
+        model(mx.array([PROMPT[:-1]]), cache=cache)
+        self.logits, self.states = {}, {}
+        for i in range(len(PROMPT), len(self.fed)):
+            self.logits[i] = model(mx.array([self.fed[i - 1 : i]]), cache=cache)[0, -1]
+            self.states[i] = [contents(entry) for entry in cache]
+        mx.eval(self.logits, self.states)
+
+    def check(self, caches, length):
+        """``caches`` hold the first ``length`` tokens, and continue like plain ones."""
+        for entry, expected in zip(caches, self.states[length], strict=True):
+            for x, y in zip(contents(entry), expected, strict=True):
+                assert x.dtype == y.dtype
+                assert mx.array_equal(x, y)
+        row = self.model(mx.array([self.fed[length : length + 1]]), cache=caches)[0, -1]
+        assert mx.array_equal(row, self.logits[length + 1])
+
+
+def contents(entry):
+    """The arrays of a cache that matter, and that later writes do not change."""
+    if type(entry).__name__ == "KVCache":
+        return [x[:, :, : entry.offset] for x in (entry.keys, entry.values)]
+    return [entry[0], entry[1]]
+
+
+@pytest.fixture(scope="module", params=["qwen", "llama"])
+def plain(request):
+    return Plain(request.getfixturevalue(request.param))
+
+
+@settings(max_examples=16, deadline=None, derandomize=True)
+@given(plan=st.lists(st.integers(0, DEPTH), min_size=13, max_size=18))
+def test_state_after_every_round_equals_a_fresh_run(plain, plan):
+    """Recurrent state, convolution window, keys, values and next logits."""
+    plain.drafter.plan = plan
+    state, _ = start_row(plain.round, PROMPT, 256)
+    plain.drafter.plan = PLAN
+    length = len(PROMPT)
+    for accepts in plan:
+        state, result = plain.round(state, 256)
+        length += 1 + accepts
+        assert emitted(result.counts)[0] == plain.fed[length - accepts : length + 1]
+        caches = plain.target.make_cache()
+        for adapter, cache, leaves in zip(
+            plain.target.adapters, caches, state["leaves"], strict=True
+        ):
+            adapter.release(cache, leaves, length, state["steps"])
+        plain.check(caches, length)
+
+
+def row_by_row(tokens, logits):
+    return logits
+
+
+class LooksAhead:
+    def __call__(self, tokens, logits):
+        return logits
+
+    def checkpoint(self):
+        return None
+
+    def restore(self, mark):
+        pass
+
+
+WAYS = {"compiled": [], "row by row": [row_by_row], "look ahead": [LooksAhead()]}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_closing_anywhere_leaves_prompt_and_taken_tokens(plain, way):
+    for taken in ENDS:
+        caches = plain.target.make_cache()
+        steps = plain.decoder.stream(PROMPT, caches=caches, processors=WAYS[way])
+        tokens = [step.token for step in islice(steps, taken)]
+        assert all(entry.empty() for entry in caches)
+        steps.close()
+        steps.close()
+        assert tokens == plain.tokens[:taken]
+        plain.check(caches, len(PROMPT) + taken)
+
+
+def test_closing_before_the_first_token_touches_nothing(plain):
+    caches = plain.target.make_cache()
+    plain.decoder.stream(PROMPT, caches=caches).close()
+    assert all(entry.empty() for entry in caches)
+
+
+def test_leaving_the_context_or_dropping_the_iterator_closes(plain):
+    caches = plain.target.make_cache()
+    with plain.decoder.stream(PROMPT, caches=caches) as steps:
+        next(steps)
+    plain.check(caches, len(PROMPT) + 1)
+    caches = plain.target.make_cache()
+    steps = plain.decoder.stream(PROMPT, caches=caches)
+    next(steps)
+    del steps
+    plain.check(caches, len(PROMPT) + 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_max_tokens_in_any_slot_ends_there(plain, way):
+    for limit in ENDS:
+        caches, theirs = plain.target.make_cache(), plain.target.make_cache()
+        steps = plain.decoder.stream(
+            PROMPT, max_tokens=limit, caches=caches, processors=WAYS[way]
+        )
+        assert [step.token for step in steps] == plain.tokens[:limit]
+        plain_tokens(plain.model, PROMPT, limit, theirs)
+        for ours, other in zip(caches, theirs, strict=True):
+            assert getattr(ours, "offset", None) == getattr(other, "offset", None)
+        plain.check(caches, len(PROMPT) + limit)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stop_token_in_any_slot_ends_there(plain, way):
+    """Accepted, corrected and bonus; one of two ends, of which the other is absent."""
+    never = next(i for i in range(128) if i not in plain.tokens)
+    slots = 0
+    for taken in ENDS:
+        end = plain.tokens[taken - 1]
+        if end in plain.tokens[: taken - 1]:
+            continue
+        caches = plain.target.make_cache()
+        steps = plain.decoder.stream(
+            PROMPT, stop_tokens={never, end}, caches=caches, processors=WAYS[way]
+        )
+        assert [step.token for step in steps] == plain.tokens[:taken]
+        plain.check(caches, len(PROMPT) + taken)
+        slots += 1
+    assert slots >= 5
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "head"])
+def test_a_second_turn_on_the_same_cache_equals_mlx_lm(qwen_head, drafter):
+    target, model = qwen_head.target, qwen_head.target.model
+    drafter = NGramDrafter() if drafter == "ngram" else qwen_head.drafter
+    decoder = SpeculativeDecoder(target, drafter, 3)
+    more = random_prompt(7, 128, 8)
+    for first in (1, 5, 6):
+        ours, theirs = target.make_cache(), target.make_cache()
+        for prompt, count in ((PROMPT, first), (more, 24), (more[:1], 9)):
+            steps = decoder.stream(prompt, max_tokens=count, caches=ours)
+            tokens = [step.token for step in steps]
+            assert tokens == plain_tokens(model, prompt, count, theirs)
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_an_error_in_a_processor_leaves_the_emitted_tokens(plain, looks_ahead):
+    class Breaks(LooksAhead if looks_ahead else object):
+        def __init__(self, calls):
+            self.calls = calls
+
+        def __call__(self, tokens, logits):
+            self.calls -= 1
+            if self.calls < 0:
+                raise ZeroDivisionError("broken")
+            return logits
+
+    for calls in (0, 1, 3, 4, 9):
+        caches, tokens = plain.target.make_cache(), []
+        steps = plain.decoder.stream(PROMPT, caches=caches, processors=[Breaks(calls)])
+        with pytest.raises(ZeroDivisionError, match="broken"):
+            for step in steps:
+                tokens.append(step.token)
+        assert tokens == plain.tokens[: len(tokens)]
+        assert bool(tokens) == bool(calls)
+        plain.check(caches, len(PROMPT) + len(tokens))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_unusable_logits_raise_and_leave_the_emitted_tokens(plain, way):
+    """NaN behind a token that is accepted in any slot of a block."""
+
+    class Poisoned(type(plain.target)):
+        def forward(self, tokens, views):
+            out = super().forward(tokens, views)
+            bad = (tokens == self.bad)[..., None]
+            return out._replace(logits=mx.where(bad, mx.nan, out.logits))
+
+    for place in ENDS[:8]:
+        target = Poisoned(plain.model)
+        target.bad = plain.tokens[place]
+        if target.bad in plain.tokens[:place]:
+            continue
+        decoder = SpeculativeDecoder(target, plain.drafter, DEPTH)
+        caches, tokens = target.make_cache(), []
+        steps = decoder.stream(PROMPT, caches=caches, processors=WAYS[way])
+        with pytest.raises(UnusableLogits) as error:
+            for step in steps:
+                tokens.append(step.token)
+        assert f"position {len(PROMPT) + len(tokens)}." in str(error.value)
+        assert tokens == plain.tokens[: len(tokens)]
+        plain.check(caches, len(PROMPT) + len(tokens))
+        with pytest.raises(StopIteration):
+            next(steps)
