@@ -1,0 +1,536 @@
+"""Where thoughts, answers and tool calls begin and end in one stream.
+
+One scanner serves the emitter and the budget, so the two cannot disagree. It reads
+text, or token ids through a `Vocabulary`. In the buffer every control token that is
+part of a delimiter is one lone surrogate, a code point no decoded text contains: a
+delimiter then matches the control token and never a text that spells it. Delimiters
+without a control token match as text, however the tokenizer cuts them.
+
+The first delimiter to be complete wins, the longest at equal ends, so the result does
+not depend on how the stream is cut into pieces.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import NamedTuple
+
+from . import tools
+from .config import ReasoningConfig
+from .vocabulary import Vocabulary
+
+# Regions. The first three are also the kinds of text items.
+RESPONSE = "response"
+REASONING = "reasoning"
+TOOL = "tool"
+HEADER = "header"
+
+# Kinds of items besides text.
+START = "start"
+END = "end"
+TOOL_OPEN = "tool_open"
+TOOL_CLOSE = "tool_close"
+FRAMING = "framing"
+
+# Further roles of delimiters.
+IMPLICIT = "implicit"  # ends a thought, belongs to what follows
+UNWRAP = "unwrap"  # closes the wrapper of an answer
+NEXT_CALL = "next call"  # opens a call and closes the one before
+BODY = "body"  # ends the header of a framed message
+FRAME_END = "frame end"
+
+# Where a delimiter counts.
+ANYWHERE = "anywhere"
+LEADING = "leading"  # nothing but white space since the last delimiter
+OUTSIDE_CODE = "outside code"  # not in a Markdown code span or fence
+LINE_START = "line start"  # and first on its line
+
+MAX_HEADER = 1024  # characters; a longer header of a framed message is text
+
+
+class Item(NamedTuple):
+    kind: str
+    text: str
+    cause: str = ""
+
+
+class Marker(NamedTuple):
+    pattern: str
+    literal: str
+    role: str
+    where: str = ANYWHERE
+    closed_by: str = ""  # pattern of the partner of an opening marker
+
+
+class Code(NamedTuple):
+    """Markdown code context after some text of an answer."""
+
+    fence: int = 0  # length of the open fence
+    inline: int = 0  # length of the open code span's backticks
+    opener: bool = False  # that span becomes a fence at the end of its line
+    run: int = 0  # backticks just read, not yet known to be complete
+    first: bool = False  # that run began its line
+    blank: bool = True  # only white space since the last newline
+
+    def after(self, text: str) -> Code:
+        """The context after more text."""
+        if "`" not in text and not self.run:
+            return self._plain(text)
+        code = self
+        for part in re.findall("`+|[^`]+", text):
+            if part[0] != "`":
+                code = code.settled()._plain(part)
+                continue
+            first = code.first if code.run else code.blank
+            code = code._replace(run=code.run + len(part), first=first, blank=False)
+        return code
+
+    def _plain(self, text: str) -> Code:
+        """The context after text without backticks."""
+        _, newline, line = text.rpartition("\n")
+        blank = line.isspace() or not line
+        if newline:
+            return Code(self.inline if self.opener else self.fence, blank=blank)
+        return self if blank or not self.blank else self._replace(blank=False)
+
+    def settled(self) -> Code:
+        """The context when the next character is no backtick."""
+        run = self.run
+        if not run:
+            return self
+        if self.fence:
+            closed = self.first and run >= self.fence
+            return Code(0 if closed else self.fence, blank=self.blank)
+        if self.inline:
+            return self._replace(inline=self.inline if run != self.inline else 0, run=0)
+        return Code(0, run, self.first and run >= 3, blank=self.blank)
+
+
+class Scanner:
+    """Reads one stream and tells its regions apart.
+
+    Args:
+        config: Delimiters of the model.
+        primed: The prompt has opened a thought.
+        vocabulary: Needed to read tokens with `accept`; None to read text with `feed`.
+        bare_tools: Also take a bare JSON call at the start of an answer for a tool
+            call, in protocols that have such calls.
+    """
+
+    _STATE = (
+        "region",
+        "opened",
+        "closed",
+        "leading",
+        "spent",
+        "_buffer",
+        "_code",
+        "_closer",
+        "_header",
+        "_bytes",
+        "_lengths",
+        "_strip",
+        "_now",
+    )
+    _get_state = attrgetter(*_STATE)
+
+    def __init__(
+        self,
+        config: ReasoningConfig,
+        *,
+        primed: bool = False,
+        vocabulary: Vocabulary | None = None,
+        bare_tools: bool = False,
+    ):
+        self._vocabulary = vocabulary
+        self._symbols, self._literals = _symbols(config, vocabulary)
+        self._markers = _markers(config, self._pattern, bare_tools)
+        self._tails = {
+            (region, leading): _tail(markers, leading)
+            for region, markers in self._markers.items()
+            for leading in (False, True)
+        }
+        self._firsts = {
+            region: frozenset(marker.pattern[0] for marker in markers)
+            for region, markers in self._markers.items()
+        }
+        self._quiet: dict[str, dict[int, str]] = {RESPONSE: {}, REASONING: {}}
+        self._pieces: dict[int, str] = {}  # tokens that are whole text
+        self._frame_tools = tools.PROTOCOLS[config.tools or "none"]
+
+        self.region = REASONING if primed else RESPONSE
+        self.opened = primed
+        self.closed = False
+        self.leading = True
+        self.spent = 0
+        self._buffer = ""
+        self._code = Code()
+        self._closer = ""
+        self._header = ""
+        self._bytes = b""
+        self._lengths: tuple[int, ...] = ()
+        self._strip = vocabulary is not None and vocabulary.strip_space
+        self._now: dict[int, str] = {}  # the quiet tokens of this moment
+
+    # Reading
+
+    def quiet(self, token: int) -> str | None:
+        """Reads a token that is plain text here and gives its text.
+
+        None for every other token: then nothing was read, and `accept` must do it.
+        """
+        text = self._now.get(token)
+        if text is not None and self.region is REASONING:
+            self.spent += 1
+        return text
+
+    def accept(self, token: int, *, free: bool = False) -> list[Item]:
+        """Reads one token.
+
+        A token of a thought counts in `spent` once it is known to be no delimiter,
+        unless it is `free`.
+        """
+        text, framing = self._text_of(token)
+        items = self.feed(text)
+        crossed = any(item.kind not in self._quiet for item in items)
+        if framing:
+            self._text(items, self._take_buffer())
+            items.append(Item(FRAMING, framing))
+        lengths = (*self._lengths, len(text))
+        over = sum(lengths) - len(self._buffer)
+        while lengths and lengths[0] <= over:
+            over -= lengths[0]
+            lengths = lengths[1:]
+            if self.inside and not crossed and not free:
+                self.spent += 1
+        self._lengths = lengths
+        return items
+
+    def _text_of(self, token: int) -> tuple[str, str]:
+        """What a token adds to the buffer, and what follows it as framing."""
+        symbol = self._symbols.get(token)
+        if symbol is not None:
+            return self._broken() + symbol, ""
+        text = self._pieces.get(token)
+        if text is not None and not (self._bytes or self._strip):
+            return text, ""
+        piece = self._vocabulary.piece(token)
+        if token in self._vocabulary.special and self.region in self._quiet:
+            return self._broken(), piece.decode()
+        self._learn(token, piece)
+        data = self._bytes + piece
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._bytes = data[used:]
+        if self._strip and text:
+            text, self._strip = text.removeprefix(" "), False
+        return text, ""
+
+    def feed(self, text: str) -> list[Item]:
+        """Reads a piece of text."""
+        self._buffer += text
+        items: list[Item] = []
+        if self._firsts[self.region].isdisjoint(self._buffer):
+            self._text(items, self._take_buffer())
+        else:
+            self._scan(items)
+        loud = (
+            self._buffer
+            or self._bytes
+            or self.leading
+            or self.region not in self._quiet
+            or (self.region is RESPONSE and (self._code.blank or self._code.run))
+        )
+        self._now = {} if loud else self._quiet[self.region]
+        return items
+
+    def _scan(self, items: list[Item]) -> None:
+        """Takes what is certain from the buffer."""
+        while (hit := self._next()) is not None:
+            at, marker = hit
+            before = self._buffer[:at]
+            self._buffer = self._buffer[at + len(marker.pattern) :]
+            self._text(items, before)
+            self._cross(items, marker)
+        held = self._tails[self.region, self.leading].search(self._buffer)
+        at = held.start() if held else len(self._buffer)
+        before, self._buffer = self._buffer[:at], self._buffer[at:]
+        self._text(items, before)
+
+    def finish(self) -> list[Item]:
+        """Ends the stream: what was held back is text."""
+        items = self.feed(self._broken())
+        self._text(items, self._take_buffer())
+        if self.region == HEADER:
+            items.append(Item(FRAMING, self._header))
+            self._enter(RESPONSE)
+        return items
+
+    # State
+
+    @property
+    def inside(self) -> bool:
+        """In a thought."""
+        return self.region == REASONING
+
+    @property
+    def incomplete(self) -> bool:
+        """The last token ends within a UTF-8 character."""
+        return bool(self._bytes)
+
+    @property
+    def undecided(self) -> int:
+        """Tokens that may yet turn out to be a delimiter."""
+        return len(self._lengths)
+
+    def rest_of_end(self) -> str | None:
+        """What completes the end of a thought that has begun, None if none has."""
+        held = self._buffer.lstrip()
+        if not held or not self.inside:
+            return None
+        for marker in self._markers[REASONING]:
+            if marker.role in (END, IMPLICIT) and marker.pattern.startswith(held):
+                return self._literal(marker.pattern[len(held) :])
+        return None
+
+    def checkpoint(self) -> tuple:
+        """The state, to go back to with `restore`."""
+        return self._get_state(self)
+
+    def restore(self, state: tuple) -> None:
+        for name, value in zip(self._STATE, state, strict=True):
+            setattr(self, name, value)
+
+    # Delimiters
+
+    def _next(self) -> tuple[int, Marker] | None:
+        """The first delimiter to be complete in the buffer."""
+        best = None
+        for marker in self._markers[self.region]:
+            at = self._buffer.find(marker.pattern)
+            while at >= 0 and not self._counts(marker, at):
+                at = self._buffer.find(marker.pattern, at + 1)
+            if at >= 0:
+                size = len(marker.pattern)
+                if best is None or (at + size, -size) < best[0]:
+                    best = (at + size, -size), at, marker
+        return best and best[1:]
+
+    def _counts(self, marker: Marker, at: int) -> bool:
+        if marker.role in (UNWRAP, TOOL_CLOSE):
+            return marker.pattern == self._closer
+        if marker.role == NEXT_CALL:
+            return not self._closer
+        if marker.where == ANYWHERE:
+            return True
+        before = self._buffer[:at]
+        if marker.where == LEADING:
+            return self.leading and not before.strip()
+        code = self._code.after(before).settled()
+        if code.fence or code.inline:
+            return False
+        return code.blank or marker.where == OUTSIDE_CODE
+
+    def _cross(self, items: list[Item], marker: Marker) -> None:
+        role, literal = marker.role, marker.literal
+        if role == START:
+            items.append(Item(START, literal))
+            self._enter(REASONING)
+        elif role == END:
+            items.append(Item(END, literal, "canonical"))
+            self._enter(RESPONSE)
+        elif role == IMPLICIT:
+            items.append(Item(END, "", IMPLICIT))
+            self._buffer = marker.pattern + self._buffer
+            self._enter(RESPONSE)
+        elif role == TOOL_OPEN:
+            items.append(Item(TOOL_OPEN, literal, marker.where))
+            self._enter(TOOL)
+            self._closer = marker.closed_by
+        elif role == TOOL_CLOSE:
+            items.append(Item(TOOL_CLOSE, literal))
+            self._enter(RESPONSE)
+        elif role == NEXT_CALL:
+            items += Item(TOOL_CLOSE, ""), Item(TOOL_OPEN, literal)
+        elif role == BODY:
+            self._route(items, literal)
+        elif role == HEADER:
+            self._leave(items, "", IMPLICIT)
+            self._enter(HEADER)
+            self._header = literal
+        elif role == FRAME_END:
+            self._leave(items, literal, "canonical")
+            self._enter(RESPONSE)
+        else:
+            items.append(Item(FRAMING, literal))
+            self._closer = marker.closed_by
+
+    def _leave(self, items: list[Item], literal: str, cause: str) -> None:
+        """Ends a framed message, or a header that never got one."""
+        if self.region == REASONING:
+            items.append(Item(END, literal, cause))
+        elif self.region == TOOL:
+            items.append(Item(TOOL_CLOSE, literal))
+        elif literal or self._header:
+            items.append(Item(FRAMING, self._header + literal))
+
+    def _route(self, items: list[Item], literal: str) -> None:
+        """Sends a framed message where its header says."""
+        header, self._header = self._header + literal, ""
+        region = self._frame_tools.route(header)
+        kind = {REASONING: START, TOOL: TOOL_OPEN}.get(region, FRAMING)
+        items.append(Item(kind, header))
+        self._enter(region)
+
+    def _enter(self, region: str) -> None:
+        if self.region == REASONING:
+            self.closed = True
+        if region == REASONING:
+            self.opened = True
+        self.region = region
+        self.leading = True
+        self._code = Code()
+        self._closer = ""
+        self._header = ""
+
+    # Text
+
+    def _text(self, items: list[Item], text: str) -> None:
+        if not text:
+            return
+        text = self._literal(text)
+        if self.region == HEADER:
+            self._header += text
+            if len(self._header) > MAX_HEADER:
+                items.append(Item(FRAMING, self._header))
+                self._enter(RESPONSE)
+            return
+        if self.region == RESPONSE:
+            self._code = self._code.after(text)
+        if self.leading and not text.isspace():
+            self.leading = False
+        items.append(Item(self.region, text))
+
+    def _take_buffer(self) -> str:
+        text, self._buffer = self._buffer, ""
+        return text
+
+    def _broken(self) -> str:
+        """The end of a character that will not be completed."""
+        broken, self._bytes = self._bytes, b""
+        return broken.decode(errors="replace")
+
+    def _pattern(self, text: str) -> str:
+        """A delimiter with its control tokens as surrogates."""
+        for symbol, literal in self._literals.items():
+            text = text.replace(literal, chr(symbol))
+        return text
+
+    def _literal(self, text: str) -> str:
+        return text.translate(self._literals) if self._literals else text
+
+    def _learn(self, token: int, piece: bytes) -> None:
+        """Notes the text of an ordinary token, and in which regions it is quiet."""
+        try:
+            text = piece.decode()
+        except UnicodeDecodeError:
+            return
+        self._pieces[token] = text
+        if not text or text[-1].isspace():
+            return
+        if self._firsts[REASONING].isdisjoint(text):
+            self._quiet[REASONING][token] = text
+        if self._firsts[RESPONSE].isdisjoint(text) and "`" not in text:
+            if "\n" not in text:
+                self._quiet[RESPONSE][token] = text
+
+
+def _symbols(
+    config: ReasoningConfig, vocabulary: Vocabulary | None
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Surrogates for the control tokens in delimiters: by id, and back to text."""
+    if vocabulary is None:
+        return {}, {}
+    texts = "\n".join(_texts(config))
+    found = [
+        text
+        for text in vocabulary.controls
+        if text in texts and not text.isspace() and not text.isalnum()
+    ]
+    found.sort(key=len, reverse=True)
+    symbols = {
+        vocabulary.controls[text]: chr(0xD800 + i) for i, text in enumerate(found)
+    }
+    return symbols, {0xD800 + i: text for i, text in enumerate(found)}
+
+
+def _texts(config: ReasoningConfig) -> Iterable[str]:
+    yield from (*config.starts, *config.ends, *config.implicit_ends)
+    for pair in (*config.wrappers, *tools.PROTOCOLS[config.tools or "none"].spans):
+        yield from pair
+    if config.frame is not None:
+        yield from (*config.frame.opens, config.frame.body, *config.frame.ends)
+
+
+def _markers(config, pattern, bare_tools: bool) -> dict[str, list[Marker]]:
+    """The delimiters watched in each region."""
+    regions: dict[str, list[Marker]] = {
+        region: [] for region in (RESPONSE, REASONING, TOOL, HEADER)
+    }
+
+    def watch(region, text, role, where=ANYWHERE, closed_by=""):
+        if text:
+            marker = Marker(pattern(text), text, role, where, pattern(closed_by))
+            regions[region].append(marker)
+
+    if config.frame is not None:
+        for region in (RESPONSE, REASONING, TOOL):
+            for text in config.frame.opens:
+                watch(region, text, HEADER)
+            for text in config.frame.ends:
+                watch(region, text, FRAME_END)
+        watch(HEADER, config.frame.body, BODY)
+        for text in config.frame.ends:
+            watch(HEADER, text, FRAME_END)
+        return regions
+
+    for text in config.starts:
+        spelled = pattern(text) == text
+        watch(RESPONSE, text, START, LINE_START if spelled else OUTSIDE_CODE)
+        watch(REASONING, text, FRAMING, LEADING)
+    for text in config.ends:
+        watch(REASONING, text, END)
+        watch(RESPONSE, text, FRAMING, LEADING)
+    for text in config.implicit_ends:
+        if text not in config.ends:
+            watch(REASONING, text, IMPLICIT)
+    for opener, closer in config.wrappers:
+        watch(RESPONSE, opener, FRAMING, LEADING, closer)
+        watch(RESPONSE, closer, UNWRAP if opener else FRAMING)
+    protocol = tools.PROTOCOLS[config.tools or "none"]
+    for opener, closer in protocol.spans:
+        watch(RESPONSE, opener, TOOL_OPEN, OUTSIDE_CODE, closer)
+        watch(TOOL, closer, TOOL_CLOSE)
+        watch(TOOL, "" if closer else opener, NEXT_CALL)
+    for opener in protocol.bare if bare_tools else ():
+        watch(RESPONSE, opener, TOOL_OPEN, LEADING)
+    return regions
+
+
+def _tail(markers: list[Marker], leading: bool) -> re.Pattern:
+    """Finds the longest end of a text that may begin a delimiter."""
+    anywhere = [_prefixes(m.pattern) for m in markers if m.where != LEADING]
+    first = [_prefixes(m.pattern) for m in markers if leading and m.where == LEADING]
+    options = [rf"(?:{'|'.join(anywhere)})\Z"] if anywhere else []
+    options += [rf"\A\s*(?:{'|'.join(first)})\Z"] if first else []
+    return re.compile("|".join(options) or r"(?!)")
+
+
+def _prefixes(text: str) -> str:
+    """A regular expression for the proper prefixes of a text."""
+    expression = ""
+    for char in reversed(text[:-1]):
+        expression = re.escape(char) + (f"(?:{expression})?" if expression else "")
+    return expression or r"(?!)"
