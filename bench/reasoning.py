@@ -14,8 +14,9 @@ import statistics
 import time
 from pathlib import Path
 
-import mlx_mtp.reasoning as r
 from tokenizers import Tokenizer
+
+import mlx_mtp.reasoning as r
 
 DEMO = Path(r.__file__).parents[1] / "demo" / "tokenizer.json"
 THOUGHT = "First, 57 + 68. The ones: 7 + 8 = 15, write 5, carry 1.\nThe tens: 12. "

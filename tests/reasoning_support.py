@@ -9,8 +9,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import mlx_mtp.reasoning as r
 import pytest
+
+import mlx_mtp.reasoning as r
 from mlx_mtp.reasoning.vocabulary import _byte_level
 
 DEMO = Path(r.__file__).parents[1] / "demo"

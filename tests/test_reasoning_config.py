@@ -3,8 +3,9 @@
 import dataclasses
 
 import jinja2
-import mlx_mtp.reasoning as r
 import pytest
+
+import mlx_mtp.reasoning as r
 
 FLAG = r.PromptStrategy.flag
 

@@ -3,7 +3,6 @@
 import itertools
 import json
 
-import mlx_mtp.reasoning as r
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -19,6 +18,8 @@ from reasoning_support import (
     plain,
 )
 from test_reasoning_tools import ONE, TOOLS, TWO
+
+import mlx_mtp.reasoning as r
 
 TAGGED = r.ReasoningConfig("<think>", "</think>", implicit_ends=("<tool_call>",))
 QWEN = r.family("qwen3")

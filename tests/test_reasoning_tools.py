@@ -2,8 +2,9 @@
 
 import json
 
-import mlx_mtp.reasoning as r
 import pytest
+
+import mlx_mtp.reasoning as r
 
 WEATHER = {
     "type": "function",
