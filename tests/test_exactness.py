@@ -252,7 +252,9 @@ def test_drafts_from_the_target_distribution_are_always_accepted(dtype):
 
 def test_q_is_computed_from_the_rounded_logits():
     """In bfloat16 both 64.0 and 64.24 are 64: the drafts are fair coins."""
-    drafter = TableDrafter(mx.broadcast_to(mx.array([64.0, 64.24], mx.bfloat16), (2, 2)))
+    drafter = TableDrafter(
+        mx.broadcast_to(mx.array([64.0, 64.24], mx.bfloat16), (2, 2))
+    )
     round_ = sampled(2, drafter, constant([0.5, 0.5])[0])
     state, _ = open_rows(round_, [0], SamplingParams(1.0))
     accepted, tokens = run(round_, state)
@@ -344,7 +346,10 @@ def test_a_long_stream_has_the_transitions_of_the_target(options):
     penalty = np.eye(V) if "processors" in options else np.zeros((V, V))
     rows = np.array(
         [
-            [shaped(TARGET.table[a, b] - mx.array(penalty[b]), params) for b in range(V)]
+            [
+                shaped(TARGET.table[a, b] - mx.array(penalty[b]), params)
+                for b in range(V)
+            ]
             for a in range(V)
         ]
     )

@@ -9,8 +9,9 @@ tokens are accepted, so it sees exactly the emitted tokens, each once and in ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -19,6 +20,56 @@ from .ops import verify_draft
 
 Processor = Callable[[mx.array, mx.array], mx.array]
 Sampler = Callable[[mx.array], mx.array]
+
+
+class Controller(Protocol):
+    """Steers one stream by token ids: it may force tokens and bias logits.
+
+    A block stays exact when it is cut in front of the first forced token, so a
+    controller costs nothing until it forces one.
+
+    Attributes:
+        biases (bool, optional): Whether ``bias`` ever gives anything.
+    """
+
+    def accept(self, token: int) -> None:
+        """Reads one emitted token; every one of them, in order."""
+
+    def forced(self) -> Sequence[int]:
+        """The tokens that must come next, in order; empty when any may."""
+
+    def horizon(self) -> int:
+        """How many of the next tokens are certainly neither forced nor biased."""
+
+    def bias(self) -> Mapping[int, float] | None:
+        """What to add to the logits of the next token."""
+
+    def checkpoint(self) -> object:
+        """The state, in O(1)."""
+
+    def restore(self, mark: object) -> None:
+        """Goes back to a state."""
+
+
+class _Bias:
+    """The bias of a controller as a processor that looks ahead over drafts."""
+
+    def __init__(self, controller: Controller):
+        self.controller = controller
+        self.checkpoint, self.restore = controller.checkpoint, controller.restore
+        self.ahead = False
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self.ahead:
+            self.controller.accept(tokens[-1].item())
+        self.ahead = True
+        bias = self.controller.bias()
+        if not bias:
+            return logits
+        at = mx.array([list(bias)], mx.int32)
+        added = mx.array([list(bias.values())], logits.dtype)
+        old = mx.take_along_axis(logits, at, axis=1)
+        return mx.put_along_axis(logits, at, old + added, axis=1)
 
 
 @dataclass
@@ -39,6 +90,10 @@ class RowShaper:
             accepted when it equals the draw (exact for every sampler). ``None`` is
             ratio acceptance by ``ops.verify_draft``.
         params: Keyword arguments of ``ops.verify_draft``.
+        controller: Its bias is applied behind the processors.
+
+    ``always`` is whether every block needs it: a controller's bias only does near
+    its horizon.
     """
 
     def __init__(
@@ -46,7 +101,11 @@ class RowShaper:
         processors: Sequence[Processor],
         sampler: Sampler | None,
         params: dict,
+        controller: Controller | None = None,
     ):
+        self.always = bool(processors) or sampler is not None
+        self.bias = None if controller is None else _Bias(controller)
+        processors = [*processors, *([self.bias] if self.bias else [])]
         self.processors, self.sampler, self.params = processors, sampler, params
         self.looks_ahead = all(
             hasattr(p, "checkpoint") and hasattr(p, "restore") for p in processors
@@ -58,6 +117,7 @@ class RowShaper:
         logits: mx.array,
         drafts: Drafts | None,
         coins: mx.array | None,
+        free: float,
     ) -> Decision:
         """The accepted drafts of a block and the token behind them.
 
@@ -66,10 +126,23 @@ class RowShaper:
             logits: ``(1, T, V)``, the target's rows.
             drafts: The block's proposals, ``None`` for a row without any.
             coins: ``(1, K + 2)``; ``None`` when every draw is an argmax.
+            free: The controller's horizon: no processor may see a token behind a
+                forced one.
         """
+        if self.bias is None:
+            return self._decide(history, logits, drafts, coins, free)
+        mark, self.bias.ahead = self.bias.checkpoint(), False
+        try:
+            return self._decide(history, logits, drafts, coins, free)
+        finally:
+            self.bias.restore(mark)
+
+    def _decide(self, history, logits, drafts, coins, free) -> Decision:
         depth = 0 if drafts is None else drafts.tokens.shape[1]
         if depth and drafts.lengths is not None:
             depth = drafts.lengths.item()
+        if self.always:
+            depth = int(min(depth, max(free - 1, 0)))
         if self.looks_ahead:
             return self._decide_block(history, logits, drafts, coins, depth)
         rows: list[mx.array] = []

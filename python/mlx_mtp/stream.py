@@ -1,0 +1,513 @@
+"""One stream: prompt, rounds, stops, and caches handed back exact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+
+from .drafters import Drafts
+from .drafters.base import DrafterState
+from .round import Proposal, Round, RoundState
+from .sampling import stream_key
+from .shaping import Controller, Decision, RowShaper
+from .telemetry import Telemetry
+
+MIN_BUCKET = 256
+MAX_RESERVED = 1024  # tokens of a stream that get their cache slots at the start
+
+
+class UnusableLogits(RuntimeError):
+    """The model gave NaN, +inf or nothing to choose from. The cache is intact."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One emitted token.
+
+    Args:
+        token (int): Its id.
+        from_draft (bool): Whether the drafter proposed it.
+        row (array): ``(1, V)``, the target's logits that it was taken from, after
+            processors. Lazy.
+    """
+
+    token: int
+    from_draft: bool
+    row: mx.array
+
+    @cached_property
+    def logprobs(self) -> mx.array:
+        """``(V,)``, the log-softmax of ``row``: before temperature and filters."""
+        row = self.row[0]
+        return row - mx.logsumexp(row)
+
+
+@dataclass
+class _Pending:
+    """A round that is built, perhaps submitted, and not yet read.
+
+    Without ``counts`` the host decides: ``proposal`` then has the drafts, and
+    ``state`` is not committed yet. ``state`` is here until the round is submitted.
+    """
+
+    state: RoundState | None
+    logits: mx.array
+    counts: mx.array | None = None
+    proposal: Proposal | None = None
+    fed: int = 1  # rows in front of the drafts; 0 when they are in the caches
+
+
+@dataclass
+class _Block:
+    """The tokens of one round, and how many of them the caller has taken."""
+
+    length: int  # tokens in the caches in front of the round
+    fed: int
+    accepted: int
+    tokens: list[int]
+    row: Callable[[int], mx.array]
+    kept: int = 0
+
+    @property
+    def unfed(self) -> list[int]:
+        """The taken token that no forward has seen, if there is one."""
+        return self.tokens[-1:] if self.kept == self.accepted + 1 > 0 else []
+
+    @property
+    def cached(self) -> int:
+        """How many of the taken tokens the round has put into the caches."""
+        return self.kept - len(self.unfed)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A stream at rest: what its drafter knows of the caches, which are given back.
+
+    A stale one costs acceptance only: drafts never change the distribution.
+    """
+
+    length: int  # tokens in the caches
+    tokens: mx.array  # (N,), the known ones of them, to the newest
+    draft_state: DrafterState | None  # None: lost, or made from the tokens alone
+    hidden: mx.array | None  # (1, 1, H), the row of the newest token
+
+
+def bucket(length: int) -> int:
+    """The smallest of 256, 384, 512, 768, 1024, ... that holds ``length``."""
+    size = MIN_BUCKET
+    while size < length:
+        size = size // 2 * 3 if size & (size - 1) == 0 else size // 3 * 4
+    return size
+
+
+class Stream:
+    """The state and the loop of one stream.
+
+    It is either running, with the caches taken apart in ``_state``, or at rest, with
+    the caches whole and ``_turn`` beside them. ``_unfed`` then has the emitted tokens
+    that are not in the caches yet.
+    """
+
+    def __init__(
+        self,
+        round_: Round,
+        prompt: mx.array,
+        caches: list[Any],
+        shaper: RowShaper | None,
+        controller: Controller | None,
+        params: dict[str, mx.array],
+        draft_params: dict[str, mx.array],
+        turns: WeakKeyDictionary[Any, Turn] | None,
+        *,
+        max_tokens: int,
+        stop_tokens: Collection[int],
+        seed: int | None,
+        prefill_step_size: int,
+        progress: Callable[[int, int], None] | None,
+    ):
+        self.telemetry = Telemetry()
+        self._round, self._target = round_, round_.target
+        self._drafter, self._adapters = round_.drafter, round_.target.adapters
+        self._prompt, self._caches = prompt, caches
+        self._shaper, self._controller = shaper, controller
+        self._params, self._draft_params = params, draft_params
+        self._turns = turns
+        self._max_tokens = math.inf if max_tokens == -1 else max_tokens
+        self._stop_tokens = frozenset(stop_tokens)
+        self._keys = stream_key(seed)
+        self._prefill_step_size = prefill_step_size
+        self._progress = progress or (lambda done, total: None)
+        self._traced = True
+        if shaper is not None and shaper.always:
+            self.telemetry.fallback = "split round: processors or sampler on the host"
+
+        self._capacity = self._attended = 0
+        self._turn: Turn | None = None  # at rest
+        self._unfed: list[int] = []
+        self._state: RoundState | None = None  # running: the newest state
+        self._replayable: list | None = None  # leaves of the block behind it
+        self._block: _Block | None = None
+        self._length = 0  # tokens in the caches in front of the pending round
+        self._tokens = prompt  # in the caches when the stream last began to run
+        self._taken: list[int] = []  # since then
+        self._earlier = 0  # of those in the caches, tokens of earlier streams
+
+    def run(self) -> Iterator[Step]:
+        try:
+            logits = self._prefill()
+            while True:
+                yield from self._force()
+                if self._ended:
+                    return
+                if self._unfed:
+                    logits = self._feed_unfed()
+                yield from self._rounds(self._adopt(logits))
+                if self._ended:
+                    return
+                self._pause()
+        finally:
+            with self.telemetry.phase("close"):
+                self._close()
+
+    def _rounds(self, pending: _Pending) -> Iterator[Step]:
+        """Emits rounds until the stream ends or its controller forces tokens."""
+        while True:
+            # The next round is built while this one runs, and submitted once this
+            # one is known not to be the last.
+            ahead = self._build(unread=True) if self._builds_ahead else None
+            block = self._read(pending)
+            tokens, last = self._cut(block.tokens)
+            if not last:
+                pending = self._submit(ahead or self._build(unread=False))
+            del ahead
+            for i, token in enumerate(tokens):
+                block.kept = i + 1
+                yield self._take(token, i < block.accepted, block.row(i))
+            if last:
+                return
+
+    def _force(self) -> Iterator[Step]:
+        """Emits what the controller forces. It is fed afterwards, all at once."""
+        while self._controller is not None and (forced := self._controller.forced()):
+            token = int(forced[0])
+            self._controller.accept(token)
+            self._unfed.append(token)
+            row = mx.where(mx.arange(self._target.vocab_size) == token, 0.0, -mx.inf)
+            yield self._take(token, False, row[None])
+            if self._ended:
+                return
+
+    def _take(self, token: int, from_draft: bool, row: mx.array) -> Step:
+        self._taken.append(token)
+        self.telemetry.emitted += 1
+        self._last = token
+        return Step(token, from_draft, row)
+
+    @property
+    def _ended(self) -> bool:
+        emitted = self.telemetry.emitted
+        return emitted >= self._max_tokens or (
+            emitted > 0 and self._last in self._stop_tokens
+        )
+
+    def _cut(self, tokens: list[int]) -> tuple[list[int], bool]:
+        """The tokens up to a stop, the limit or a forced one; whether one was met."""
+        room = self._max_tokens - self.telemetry.emitted
+        for i, token in enumerate(tokens):
+            forced = False
+            if self._controller is not None:
+                self._controller.accept(token)
+                forced = bool(self._controller.forced())
+            if forced or token in self._stop_tokens or i + 1 >= room:
+                return tokens[: i + 1], True
+        return tokens, False
+
+    @property
+    def _host_decides(self) -> bool:
+        """Whether the next block needs the host's processors, sampler or bias."""
+        if self._shaper is None:
+            return False
+        return self._shaper.always or self._free < self._round.width
+
+    @property
+    def _builds_ahead(self) -> bool:
+        hosted = self._shaper is not None and self._shaper.always
+        return self._traced and not hosted and self._free >= 2 * self._round.width
+
+    @property
+    def _free(self) -> float:
+        """How many of the next tokens are certainly the model's own choice."""
+        return math.inf if self._controller is None else self._controller.horizon()
+
+    # At rest
+
+    def _prefill(self) -> mx.array:
+        """Feeds the prompt; the logits of its last row."""
+        with self.telemetry.phase("prefill"):
+            total = self._prompt.size
+            self._turn = self._begin(total)
+            self._earlier = self._turn.tokens.size
+            self._progress(0, total)
+            done = 0
+            while total - done > 1:
+                count = min(self._prefill_step_size, total - done - 1)
+                self._feed(self._prompt[done : done + count])
+                mx.clear_cache()
+                done += count
+                self._progress(done, total)
+            logits = self._feed(self._prompt[-1:])
+            mx.eval(logits)
+            self._progress(total, total)
+            return logits
+
+    def _begin(self, total: int) -> Turn:
+        """The turn in front of the prompt, an earlier one's if it left the caches."""
+        cached = max((getattr(c, "offset", 0) for c in self._caches), default=0)
+        reserved = int(min(self._max_tokens, MAX_RESERVED))
+        self._capacity = bucket(cached + total + reserved + 2 * self._round.width)
+        turn = self._turns.get(self._caches[0]) if self._turns and cached else None
+        if turn is not None and turn.length == cached:
+            state = turn.draft_state
+            if state is not None:
+                state = self._drafter.grow(state, self._capacity)
+            return replace(turn, draft_state=state)
+        state = None
+        if self._drafter.needs_hidden:
+            state = self._drafter.begin(self._prompt[None, :0], self._capacity)
+        return Turn(cached, self._prompt[:0], state, None)
+
+    def _feed(self, tokens: mx.array) -> mx.array:
+        """Feeds tokens through the caches in one forward; the last row's logits.
+
+        The drafter gets each token with the hidden row in front of it.
+        """
+        turn, rows = self._turn, tokens[None]
+        out = self._target.prefill(rows, self._caches)
+        length = turn.length + tokens.size
+        draft_state, hidden = turn.draft_state, None
+        if draft_state is not None:
+            draft_state = self._reserve(draft_state, length)
+            hidden, following, before = out.hidden[:, -1:], rows, out.hidden[:, :-1]
+            if turn.hidden is None:
+                following = rows[:, 1:]
+            else:
+                before = mx.concatenate([turn.hidden, before], axis=1)
+            if following.shape[1]:
+                draft_state = self._drafter.prefill(
+                    draft_state, following, before, bucket(length)
+                )
+        self._turn = Turn(
+            length, mx.concatenate([turn.tokens, tokens]), draft_state, hidden
+        )
+        mx.eval(self._cache_arrays(), draft_state, hidden)
+        return out.logits[:, -1:]
+
+    def _feed_unfed(self) -> mx.array:
+        logits = self._feed(mx.array(self._unfed, mx.int32))
+        self._unfed = []
+        self.telemetry.target_calls += 1
+        return logits
+
+    def _reserve(self, draft_state, length: int):
+        if bucket(length) > self._capacity:
+            self._capacity = bucket(2 * length)
+            draft_state = self._drafter.grow(draft_state, self._capacity)
+        return draft_state
+
+    def _adopt(self, logits: mx.array) -> _Pending:
+        """Takes the caches apart; the token behind the last row is pending."""
+        turn, draft_state = self._turn, self._turn.draft_state
+        mx.eval(logits)
+        if draft_state is None:
+            self._capacity = max(self._capacity, bucket(turn.length))
+            draft_state = self._drafter.begin(turn.tokens[None], self._capacity)
+        leaves = [
+            adapter.adopt(cache, self._round.width, self._capacity)
+            for adapter, cache in zip(self._adapters, self._caches, strict=True)
+        ]
+        state, proposal = self._round.begin(
+            leaves,
+            turn.length,
+            draft_state,
+            turn.hidden,
+            self._keys,
+            self._params,
+            self._draft_params,
+        )
+        self._turn, self._state, self._block = None, state, None
+        self._length, self._tokens, self._taken = turn.length, turn.tokens, []
+        pending = self._settle(_Pending(state, logits, proposal=proposal, fed=0))
+        self._state, pending.state = pending.state, None
+        return pending
+
+    def _pause(self) -> None:
+        """Puts into the caches what the caller has taken, but for ``_unfed``."""
+        block = self._block or _Block(self._length, 0, -1, [], None)
+        state, behind = self._state, self._replayable
+        steps = block.fed + block.cached
+        self._state = self._replayable = None
+        for i, (adapter, cache) in enumerate(
+            zip(self._adapters, self._caches, strict=True)
+        ):
+            leaves = (behind and behind[i]) or state["leaves"][i]
+            adapter.release(
+                cache, leaves, block.length + steps, mx.array([steps], mx.int32)
+            )
+        leaves = state["leaves"] = None
+        mx.eval(self._cache_arrays())
+        self._keys = state.get("keys", self._keys)
+        taken = mx.array(self._taken, mx.int32)
+        draft_state = hidden = None
+        # Once a later round has been submitted the rows of this one are gone.
+        if self._drafter.needs_hidden and behind is None and "draft" in state:
+            draft_state, rows = state["draft"], state["hidden"]
+            hidden = rows[:, block.cached :][:, :1]
+            if block.cached:
+                draft_state = self._drafter.prefill(
+                    draft_state,
+                    mx.array([block.tokens[: block.cached]], mx.int32),
+                    rows[:, : block.cached],
+                    min(bucket(self._length + self._round.width), self._capacity),
+                )
+        self._unfed = block.unfed
+        fed = taken[: len(self._taken) - len(self._unfed)]
+        self._turn = Turn(
+            block.length + steps,
+            mx.concatenate([self._tokens, fed]),
+            draft_state,
+            hidden,
+        )
+        self._taken = []
+
+    def _close(self) -> None:
+        if self._state is not None:
+            self._pause()
+        if self._turn is None:
+            return
+        if self._unfed:
+            self._feed_unfed()
+        known = not self._drafter.needs_hidden or self._turn.draft_state is not None
+        if self._turns is not None and known:
+            self._turns[self._caches[0]] = self._turn
+
+    def _cache_arrays(self):
+        return [
+            adapter.arrays(cache)
+            for adapter, cache in zip(self._adapters, self._caches, strict=True)
+        ]
+
+    # One round
+
+    def _build(self, *, unread: bool) -> _Pending:
+        """The graph of the next round; ``unread`` when the last is still running."""
+        with self.telemetry.phase("build"):
+            known = self._length + (self._round.width if unread else 0)
+            self._state, self._attended = self._fit(known + self._round.width)
+            if not self._traced:
+                return self._build_eager()
+            try:
+                return self._build_traced(self._state, self._attended)
+            except Exception as error:
+                if self._round.traces:
+                    raise
+                self._traced = False
+                self.telemetry.fallback = f"eager round: {error}"
+                return None if unread else self._build_eager()
+
+    def _build_traced(self, state, attended) -> _Pending:
+        if not self._host_decides:
+            state, result = self._round(state, attended)
+            return _Pending(state, result.logits, result.counts)
+        proposal, state, logits = self._round.halves(state, attended)
+        return _Pending(state, logits, proposal=proposal)
+
+    def _build_eager(self) -> _Pending:
+        proposal, state, logits = self._round.halves(
+            self._state, self._attended, self._length
+        )
+        return self._settle(_Pending(state, logits, proposal=proposal))
+
+    def _settle(self, pending: _Pending) -> _Pending:
+        """Accepts and commits on the device, unless the host decides."""
+        if self._host_decides:
+            return pending
+        tokens, accepted, _ = self._round.accept(
+            pending.state, pending.proposal, pending.logits
+        )
+        state, counts = self._round.commit(
+            pending.state, pending.proposal, tokens, accepted
+        )
+        return replace(pending, state=state, counts=counts, proposal=None)
+
+    def _fit(self, length: int) -> tuple[RoundState, int]:
+        """The state with room for ``length`` tokens, and the prefix to attend."""
+        state, attended = self._state, bucket(length)
+        if attended > self._capacity:
+            self._capacity = bucket(2 * attended)
+            state = self._round.grow(state, self._capacity)
+        return state, attended
+
+    def _submit(self, pending: _Pending) -> _Pending:
+        self._replayable = [
+            adapter.replayable(leaves)
+            for adapter, leaves in zip(
+                self._adapters, self._state["leaves"], strict=True
+            )
+        ]
+        # The graph becomes the one owner of the old buffers and writes in place.
+        self._state, pending.state = pending.state, None
+        with self.telemetry.phase("submit"):
+            mx.async_eval(pending.counts, pending.logits, pending.proposal, self._state)
+        return pending
+
+    def _read(self, pending: _Pending) -> _Block:
+        """Waits for a round: the one point where the host reads the device."""
+        fed = pending.fed
+        if pending.counts is not None:
+            with self.telemetry.phase("wait"):
+                accepted, drafted, *tokens = pending.counts.tolist()[0]
+            row = partial(_row, pending.logits)
+        else:
+            with self.telemetry.phase("shape"):
+                decision, drafted = self._decide(pending)
+            accepted, tokens = decision.accepted, decision.tokens
+            row = decision.logits.__getitem__
+        block = _Block(self._length, fed, accepted, tokens[: accepted + 1], row)
+        self._block, self._replayable = block, None
+        if accepted < 0:
+            raise UnusableLogits(
+                "The logits of the model or of the drafter have NaN, +inf or nothing "
+                f"to choose from, in the round for position {block.length + fed}. The "
+                "prompt cache holds every emitted token."
+            )
+        self._length += fed + accepted
+        if fed:
+            calls = self._drafter.forwards(self._round.depth)
+            self.telemetry.count_round(drafted, accepted, calls)
+        return block
+
+    def _decide(self, pending: _Pending) -> tuple[Decision, int]:
+        """Lets the host choose the tokens of a block and commits them."""
+        proposal = pending.proposal
+        drafts = Drafts(*proposal.drafts)
+        tokens = [self._tokens[self._earlier :], mx.array(self._taken, mx.int32)]
+        history = mx.concatenate(tokens)
+        decision = self._shaper.decide(
+            history, pending.logits, drafts, proposal.uniforms, self._free
+        )
+        tokens = mx.array([decision.tokens], mx.int32)
+        self._state, _ = self._round.commit(
+            self._state, proposal, tokens, mx.array([decision.accepted], mx.int32)
+        )
+        drafted = drafts.tokens.shape[1]
+        return decision, drafted if drafts.lengths is None else drafts.lengths.item()
+
+
+def _row(logits: mx.array, i: int) -> mx.array:
+    return logits[:, i]
