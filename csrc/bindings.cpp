@@ -6,7 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 
-#include "ops.h"
+#include "mlx_mtp/ops.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
