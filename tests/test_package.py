@@ -7,8 +7,9 @@ import sys
 from importlib.metadata import distribution
 from pathlib import Path
 
-import mlx_mtp
 import pytest
+
+import mlx_mtp
 from mlx_mtp import _ext
 
 ROOT = Path(__file__).parents[1]
