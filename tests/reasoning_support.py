@@ -116,9 +116,16 @@ def _tiktoken(file: str, pattern: str, added: dict[str, int], special) -> r.Voca
         mergeable_ranks=qwen.QwenTokenizer._load_tiktoken_bpe(str(path)),
         special_tokens=added,
     )
+
+    def piece(id: int) -> bytes:
+        try:
+            return encoding.decode_single_token_bytes(id)
+        except KeyError:  # a gap in the ids
+            return b""
+
     return r.Vocabulary(
         lambda text: encoding.encode(text, allowed_special="all"),
-        encoding.decode_single_token_bytes,
+        piece,
         added,
         special=[added[text] for text in special],
         size=encoding.n_vocab,

@@ -38,7 +38,7 @@ from .emitter import (
     collect,
     split,
 )
-from .families import FAMILIES, Family, UnknownFamily, family
+from .families import FAMILIES, QWEN_TRANSITION, Family, UnknownFamily, family
 from .resolve import REGISTRY, ChatTemplate, Model, Registry, TemplateError, resolve
 from .scan import Scanner
 from .tools import PROTOCOLS, Call, ToolCallError, parse_tool_calls
@@ -48,6 +48,7 @@ __all__ = [
     "ALWAYS",
     "FAMILIES",
     "PROTOCOLS",
+    "QWEN_TRANSITION",
     "REGISTRY",
     "BudgetError",
     "Call",

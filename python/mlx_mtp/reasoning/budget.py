@@ -144,7 +144,8 @@ class ThinkingBudget:
         >>> budget = ThinkingBudget(config, vocabulary, 2, primed=True)
         >>> budget.horizon()
         2
-        >>> budget.accept(100), budget.accept(101)
+        >>> for token in (100, 101):
+        ...     budget.accept(token)
         >>> list(budget.forced()) == vocabulary.encode("</think>\\n\\n")
         True
 
@@ -228,6 +229,11 @@ class ThinkingBudget:
     def closed(self) -> bool:
         """A thought has ended."""
         return self._scanner.closed
+
+    @property
+    def biases(self) -> bool:
+        """Whether `bias()` ever gives anything."""
+        return self._soft is not None
 
     @property
     def stood_down(self) -> str:
@@ -319,8 +325,7 @@ class ThinkingBudget:
         self._at += 1
         if token != expected:
             self._off = f"token {expected} was due but {token} was emitted"
-            self._queue = ()
-        elif self._at == len(self._queue):
+        if self._off or self._at == len(self._queue):
             self._queue = ()
             self._aim()
 

@@ -23,9 +23,16 @@ class Vocabulary:
             part of it (SentencePiece).
 
     Example:
-        >>> vocabulary = Vocabulary.from_tokenizer(tokenizer)
-        >>> vocabulary.piece(vocabulary.controls["<think>"])
-        b'<think>'
+        >>> pieces = [b"<think>", b"</think>", b"a", b"b"]
+        >>> vocabulary = Vocabulary(
+        ...     lambda text: [pieces.index(char.encode()) for char in text],
+        ...     lambda id: pieces[id],
+        ...     {"<think>": 0, "</think>": 1},
+        ... )
+        >>> vocabulary.encode("ab")
+        [2, 3]
+
+    `from_tokenizer` makes one of a tokenizer.
     """
 
     def __init__(
