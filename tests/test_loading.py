@@ -361,7 +361,7 @@ def test_without_memory_for_the_head_the_model_loads_and_says_so(folder, monkeyp
         raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
 
     monkeypatch.setattr(loading, "_check_values", no_memory)
-    with pytest.warns(UserWarning, match="could not be read .* left out"):
+    with pytest.warns(UserWarning, match=r"left out: .* could not be read"):
         model = quiet_load(folder("raw"))
     assert model.mtp_head is None
 
@@ -506,11 +506,21 @@ def test_family_without_heads_loads_and_says_so(tmp_path):
     tensors = dict(tree_flatten(Model(ModelArgs.from_dict(config)).parameters()))
     mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors, MLX)
     sidecar(tmp_path / "mtp.safetensors", {"mtp.fc.weight": mx.ones((2, 2))})
-    with pytest.raises(ValueError, match="heads of model type llama"):
-        quiet_load(tmp_path, mtp=tmp_path / "mtp.safetensors")
     assert quiet_load(tmp_path, mtp=False).mtp_head is None
-    with pytest.warns(UserWarning, match="heads of model type llama .* left out"):
-        assert quiet_load(tmp_path).mtp_head is None
+    for mtp in (True, tmp_path / "mtp.safetensors"):
+        with pytest.warns(UserWarning, match="left out: model type llama"):
+            assert quiet_load(tmp_path, mtp=mtp).mtp_head is None
+
+
+def test_mixture_of_experts_head_is_left_out(demo, folder):
+    path = folder("converted", None)
+    tensors = {
+        name.replace("mlp.", "mlp.experts.0."): x
+        for name, x in heads(demo[0])["converted"].items()
+    }
+    sidecar(path / "mtp.safetensors", tensors, MLX)
+    with pytest.warns(UserWarning, match="left out: a mixture of experts"):
+        assert quiet_load(path).mtp_head is None
 
 
 # Probing

@@ -21,7 +21,6 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils as lm_utils
 
 from .drafters import HeadConfig, MTPHead
-from .state import KVView
 from .targets import as_target, takes_heads
 
 DEMO = Path(__file__).parent / "demo"
@@ -105,7 +104,8 @@ def load(
         revision (str, optional): Branch, tag or commit on the Hub.
         trust_remote_code (bool): Allow Python code that comes with the checkpoint.
         mtp: ``True`` looks for a head in the folder, ``False`` does not, a path
-            names the sidecar file or folder to take it from.
+            names the sidecar file or folder to take it from. A head of a kind that
+            is not supported yet (mixture of experts) is left out with a warning.
         probe (bool): Measure the head's agreement with the model (one forward of the
             prompt and 32 decoding steps) and warn when it is too low.
         dtype (Dtype, optional): Floating weights, scales of quantised ones included,
@@ -141,7 +141,7 @@ def load(
         config,
     )
     head = None
-    if mtp is not False:
+    if mtp:
         head = _load_attached(model, folder, trunk, config, mtp, dtype, lazy)
     if head is not None and probe and not lazy:
         head = _probed(model, head, tokenizer)
@@ -204,8 +204,8 @@ def probe_head(model, head: MTPHead, tokenizer) -> float:
     prompt = mx.array([_probe_prompt(tokenizer)])
     tokens, hidden = _continue_greedily(target, prompt, PROBE_TOKENS)
     # Row i joins hidden row i with token i + 1 and predicts token i + 2.
-    views = _empty_views(head, tokens.shape[1])
     embed = head.embed_tokens if "embed_tokens" in head else target.embed
+    views = [_FirstForward()] * len(head.layers)
     out = head(embed(tokens[:, 1:-1]), hidden[:, :-1], views)
     first = prompt.shape[1] - 1
     drafts = mx.argmax(target.logits(out[:, first:]), axis=-1)
@@ -370,11 +370,9 @@ def _load_tokenizer(folder, tokenizer_config, config):
 def _load_attached(model, folder, trunk, config, mtp, dtype, lazy):
     """The head that goes with a model, or None with a warning that says why."""
     if not takes_heads(model):
-        if mtp is not True:
-            raise ValueError(f"[load] {_unsupported(model)}.")
         names = [name for shard in trunk for name in shard.tensors]
-        if any(map(HEAD_LIKE.search, names)) or _sidecars(folder):
-            warnings.warn(f"[load] {_unsupported(model)}: left out.", stacklevel=3)
+        if mtp is not True or any(map(HEAD_LIKE.search, names)) or _sidecars(folder):
+            _leave_out(f"model type {model.model_type} is not supported yet")
         return None
     path = folder if mtp is True else Path(mtp).expanduser()
     if path != folder and path.is_dir():
@@ -385,20 +383,19 @@ def _load_attached(model, folder, trunk, config, mtp, dtype, lazy):
         if mtp is not True:
             raise ValueError(f"[load] {path} has no MTP head.")
         return None
+    if any(re.search(r"mlp\.(experts|switch_mlp)\.", name) for name in found.tensors):
+        _leave_out("a mixture of experts is not supported yet")
+        return None
     try:
         dtype = dtype or _head_dtype(found, as_target(model))
         return LoadedHead(_build(found, config, dtype, lazy), found.source)
     except RuntimeError as error:  # no memory, or a file that cannot be read
-        warnings.warn(
-            f"[load] The MTP head in {found.source} could not be read ({error}): "
-            "left out.",
-            stacklevel=3,
-        )
+        _leave_out(f"{found.source} could not be read ({error})")
         return None
 
 
-def _unsupported(model) -> str:
-    return f"MTP heads of model type {model.model_type} are not supported"
+def _leave_out(reason: str) -> None:
+    warnings.warn(f"[load] The MTP head is left out: {reason}.", stacklevel=4)
 
 
 def _check_same_vocabulary(ours: Path, theirs: Path) -> None:
@@ -599,8 +596,13 @@ def _continue_greedily(target, tokens: mx.array, count: int):
     return tokens, mx.concatenate(rows, axis=1)
 
 
-def _empty_views(head: MTPHead, slots: int) -> list[KVView]:
-    config = head.config
-    shape = (1, config.num_key_value_heads, slots, config.head_dim)
-    empty = mx.zeros(shape, head.norm.weight.dtype)
-    return [KVView(empty, empty, 0, slots) for _ in head.layers]
+class _FirstForward:
+    """The cache of a forward that has nothing before it and nothing after it."""
+
+    offset = 0
+
+    def make_mask(self, width: int) -> str:
+        return "causal"
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array):
+        return keys, values
