@@ -33,19 +33,22 @@ class Step:
     Args:
         token (int): Its id.
         from_draft (bool): Whether the drafter proposed it.
-        row (array): ``(1, V)``, the target's logits that it was taken from, after
-            processors. Lazy.
+        source (callable): Gives ``row``.
     """
 
     token: int
     from_draft: bool
-    row: mx.array
+    source: Callable[[], mx.array]
+
+    @cached_property
+    def row(self) -> mx.array:
+        """``(V,)``, the target's logits that it was taken from, after processors."""
+        return self.source()
 
     @cached_property
     def logprobs(self) -> mx.array:
         """``(V,)``, the log-softmax of ``row``: before temperature and filters."""
-        row = self.row[0]
-        return row - mx.logsumexp(row)
+        return self.row - mx.logsumexp(self.row)
 
 
 @dataclass
@@ -156,6 +159,7 @@ class Stream:
         self._length = 0  # tokens in the caches in front of the pending round
         self._tokens = prompt  # in the caches when the stream last began to run
         self._taken: list[int] = []  # since then
+        self._last = -1  # the newest of all
         self._earlier = 0  # of those in the caches, tokens of earlier streams
 
     def run(self) -> Iterator[Step]:
@@ -188,22 +192,22 @@ class Stream:
             del ahead
             for i, token in enumerate(tokens):
                 block.kept = i + 1
-                yield self._take(token, i < block.accepted, block.row(i))
+                yield self._take(token, i < block.accepted, partial(block.row, i))
             if last:
                 return
 
     def _force(self) -> Iterator[Step]:
         """Emits what the controller forces. It is fed afterwards, all at once."""
+        vocab = self._target.vocab_size
         while self._controller is not None and (forced := self._controller.forced()):
             token = int(forced[0])
             self._controller.accept(token)
             self._unfed.append(token)
-            row = mx.where(mx.arange(self._target.vocab_size) == token, 0.0, -mx.inf)
-            yield self._take(token, False, row[None])
+            yield self._take(token, False, partial(_certain, token, vocab))
             if self._ended:
                 return
 
-    def _take(self, token: int, from_draft: bool, row: mx.array) -> Step:
+    def _take(self, token: int, from_draft: bool, row: Callable) -> Step:
         self._taken.append(token)
         self.telemetry.emitted += 1
         self._last = token
@@ -212,9 +216,7 @@ class Stream:
     @property
     def _ended(self) -> bool:
         emitted = self.telemetry.emitted
-        return emitted >= self._max_tokens or (
-            emitted > 0 and self._last in self._stop_tokens
-        )
+        return emitted >= self._max_tokens or self._last in self._stop_tokens
 
     def _cut(self, tokens: list[int]) -> tuple[list[int], bool]:
         """The tokens up to a stop, the limit or a forced one; whether one was met."""
@@ -238,7 +240,9 @@ class Stream:
     @property
     def _builds_ahead(self) -> bool:
         hosted = self._shaper is not None and self._shaper.always
-        return self._traced and not hosted and self._free >= 2 * self._round.width
+        more = self.telemetry.emitted + 1 < self._max_tokens
+        ahead = self._free >= 2 * self._round.width
+        return self._traced and more and ahead and not hosted
 
     @property
     def _free(self) -> float:
@@ -477,7 +481,7 @@ class Stream:
             with self.telemetry.phase("shape"):
                 decision, drafted = self._decide(pending)
             accepted, tokens = decision.accepted, decision.tokens
-            row = decision.logits.__getitem__
+            row = partial(_decided_row, decision.logits)
         block = _Block(self._length, fed, accepted, tokens[: accepted + 1], row)
         self._block, self._replayable = block, None
         if accepted < 0:
@@ -510,4 +514,13 @@ class Stream:
 
 
 def _row(logits: mx.array, i: int) -> mx.array:
-    return logits[:, i]
+    return logits[0, i]
+
+
+def _decided_row(rows: list[mx.array], i: int) -> mx.array:
+    return rows[i][0]
+
+
+def _certain(token: int, vocab_size: int) -> mx.array:
+    """The row of a forced token: nothing else was allowed."""
+    return mx.where(mx.arange(vocab_size) == token, 0.0, -mx.inf)

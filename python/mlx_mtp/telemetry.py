@@ -25,8 +25,9 @@ class Telemetry:
         reached_at, accepted_at (list[int]): By position in the block: rounds whose
             drafts before it were all accepted, and those that accepted it too.
         seconds (dict[str, float]): Host wall time by phase: ``prefill``; ``build``
-            (graph of the next round); ``wait`` (for the round being read);
-            ``shape`` (host-side processors and samplers); ``close``.
+            (graph of the next round); ``submit`` (its hand-over, which waits on a
+            CPU); ``wait`` (for the round being read); ``shape`` (host-side processors
+            and samplers); ``close``.
         fallback (str | None): Why the stream did not speculate, or not in one
             compiled round.
     """
