@@ -1,9 +1,9 @@
 // One row of logits as the CPU kernels see it.
 #pragma once
 
-#include <cstdint>
-#include <limits>
+#include <algorithm>
 
+#include "cpu/row_kernels.h"
 #include "mlx/array.h"
 
 namespace mlx_mtp::cpu {
@@ -20,9 +20,10 @@ inline int64_t row_offset(const mx::array& x, int64_t row) {
   return offset;
 }
 
-// A row of any dtype, stride and mask. A masked logit reads as -inf.
+// A row of any dtype, stride and mask, read in blocks. A masked logit is -inf.
 class Row {
  public:
+  Row() = default;
   Row(const mx::array& logits, const mx::array* allowed, int64_t row)
       : data_(
             logits.data<char>() + row_offset(logits, row) * logits.itemsize()),
@@ -39,27 +40,52 @@ class Row {
     return size_;
   }
 
+  int blocks() const {
+    return (size_ + block_size - 1) / block_size;
+  }
+
+  int length(int block) const {
+    return std::min(block_size, size_ - block * block_size);
+  }
+
+  // The values of a block, in place where they lie as float32, else in
+  // `buffer`.
+  const float* read(int block, float* buffer) const {
+    return read(block * block_size, length(block), buffer);
+  }
+
   float operator[](int id) const {
-    if (words_ && !((words_[(id / 32) * word_stride_] >> (id % 32)) & 1)) {
-      return -std::numeric_limits<float>::infinity();
-    }
-    switch (dtype_) {
-      case mx::float16:
-        return reinterpret_cast<const mx::float16_t*>(data_)[id * stride_];
-      case mx::bfloat16:
-        return reinterpret_cast<const mx::bfloat16_t*>(data_)[id * stride_];
-      default:
-        return reinterpret_cast<const float*>(data_)[id * stride_];
-    }
+    float buffer[32];
+    // From the start of a mask word.
+    return read(id / 32 * 32, id % 32 + 1, buffer)[id % 32];
   }
 
  private:
-  const char* data_;
-  mx::Dtype dtype_;
-  int64_t stride_;
-  int size_;
+  const float* read(int begin, int n, float* buffer) const;
+
+  const char* data_{nullptr};
+  mx::Dtype dtype_{mx::float32};
+  int64_t stride_{1};
+  int size_{0};
   const uint32_t* words_{nullptr};
   int64_t word_stride_{0};
 };
+
+inline const float* Row::read(int begin, int n, float* buffer) const {
+  auto* x = data_ + begin * stride_ * size_of(dtype_);
+  if (dtype_ == mx::float16) {
+    load_float16(reinterpret_cast<const uint16_t*>(x), stride_, n, buffer);
+  } else if (dtype_ == mx::bfloat16) {
+    load_bfloat16(reinterpret_cast<const uint16_t*>(x), stride_, n, buffer);
+  } else if (stride_ == 1 && !words_) {
+    return reinterpret_cast<const float*>(x);
+  } else {
+    load_float32(reinterpret_cast<const float*>(x), stride_, n, buffer);
+  }
+  if (words_) {
+    mask(words_ + begin / 32 * word_stride_, word_stride_, n, buffer);
+  }
+  return buffer;
+}
 
 } // namespace mlx_mtp::cpu

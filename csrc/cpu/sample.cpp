@@ -1,6 +1,8 @@
 #include <limits>
 
 #include "cpu/inputs.h"
+#include "cpu/parallel.h"
+#include "cpu/shaped_row.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "primitives.h"
@@ -9,36 +11,50 @@ namespace mlx_mtp {
 
 namespace {
 
-struct SampleTask {
+// The inputs and outputs of one evaluation.
+struct Batch {
   std::vector<mx::array> in;
+  bool has_allowed;
+  bool temperature_first;
   int32_t* tokens;
   float* stats;
-  bool temperature_first;
-  bool has_allowed;
+};
 
-  void operator()() {
-    int64_t rows = in[0].size() / in[0].shape(-1);
-    int64_t per_batch = rows && in[0].ndim() > 1 ? rows / in[0].shape(0) : 1;
-    for (int64_t r = 0; r < rows; ++r) {
-      draw(r, r / per_batch);
-    }
-  }
+class Sampler {
+ public:
+  explicit Sampler(const Batch& batch) : batch_(batch) {}
 
-  void draw(int64_t r, int64_t b) {
-    cpu::Row row(in[0], has_allowed ? &in[6] : nullptr, r);
-    auto params = cpu::row_params(&in[2], b, temperature_first);
-    auto* u = in[1].data<float>() + cpu::row_offset(in[1], r);
-    cpu::ShapedRow shaped;
-    if (!params.valid() || !shaped.shape(row, params)) {
-      tokens[r] = -1;
-      std::fill_n(stats + 3 * r, 3, std::numeric_limits<float>::quiet_NaN());
+  void operator()(int64_t r) {
+    auto& in = batch_.in;
+    auto params =
+        cpu::row_params(&in[2], sequence(r), batch_.temperature_first);
+    cpu::Row row(in[0], batch_.has_allowed ? &in[6] : nullptr, r);
+    float* stats = batch_.stats + 3 * r;
+    if (!params.valid() || !shaped_.shape(row, params)) {
+      batch_.tokens[r] = -1;
+      std::fill_n(stats, 3, std::numeric_limits<float>::quiet_NaN());
       return;
     }
-    tokens[r] = shaped.draw(cpu::fine_uniform(u[0], u[in[1].strides(-1)]));
-    stats[3 * r] = shaped.log_sum();
-    stats[3 * r + 1] = shaped.density().threshold;
-    stats[3 * r + 2] = shaped.density().inv_t;
+    auto* u = in[1].data<float>() + cpu::row_offset(in[1], r);
+    batch_.tokens[r] =
+        shaped_.draw(cpu::fine_uniform(u[0], u[in[1].strides(-1)]));
+    stats[0] = shaped_.log_sum();
+    stats[1] = shaped_.density().threshold;
+    stats[2] = shaped_.density().inv_t;
   }
+
+ private:
+  // The index along the first axis of the r-th row.
+  int64_t sequence(int64_t r) const {
+    auto& logits = batch_.in[0];
+    if (logits.ndim() == 1) {
+      return 0;
+    }
+    return r * logits.shape(-1) * logits.shape(0) / logits.size();
+  }
+
+  const Batch& batch_;
+  cpu::ShapedRow shaped_;
 };
 
 } // namespace
@@ -49,21 +65,26 @@ void Sample::eval_cpu(
   for (auto& out : outputs) {
     out.set_data(mx::allocator::malloc(out.nbytes()));
   }
-  SampleTask task = {
+  Batch batch = {
       {},
-      outputs[0].data<int32_t>(),
-      outputs[1].data<float>(),
+      has_allowed_,
       temperature_first_,
-      has_allowed_};
+      outputs[0].data<int32_t>(),
+      outputs[1].data<float>()};
   auto& encoder = mx::cpu::get_command_encoder(stream());
   for (auto& in : inputs) {
     encoder.set_input_array(in);
-    task.in.push_back(mx::array::unsafe_weak_copy(in));
+    batch.in.push_back(mx::array::unsafe_weak_copy(in));
   }
   for (auto& out : outputs) {
     encoder.set_output_array(out);
   }
-  encoder.dispatch(std::move(task));
+  encoder.dispatch([batch = std::move(batch)] {
+    auto& logits = batch.in[0];
+    cpu::parallel_for(logits.size() / logits.shape(-1), logits.size(), [&] {
+      return Sampler(batch);
+    });
+  });
 }
 
 } // namespace mlx_mtp

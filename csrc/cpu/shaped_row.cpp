@@ -2,160 +2,338 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <utility>
 
 namespace mlx_mtp::cpu {
 
 namespace {
 
 constexpr float inf = std::numeric_limits<float>::infinity();
-
-// The largest t for which {z >= t} has at least `mass`, z sorted descending.
-template <typename F>
-float mass_threshold(const std::vector<float>& z, double mass, F weight) {
-  double sum = 0;
-  for (float x : z) {
-    sum += weight(x);
-    if (sum >= mass) {
-      return x;
-    }
-  }
-  return z.back();
-}
-
-// The first id whose running sum exceeds u times the total.
-template <typename F>
-int quantile(int size, double u, F weight) {
-  double total = 0;
-  for (int i = 0; i < size; ++i) {
-    total += weight(i);
-  }
-  double sum = 0;
-  int last = -1;
-  for (int i = 0; i < size; ++i) {
-    double w = weight(i);
-    if (w > 0) {
-      last = i;
-      sum += w;
-      if (sum > u * total) {
-        return i;
-      }
-    }
-  }
-  return last;
-}
+// Up to this size a row is searched as one list.
+constexpr int small_row = 4096;
 
 } // namespace
 
 bool RowParams::valid() const {
-  return temperature >= 0 && temperature < inf && top_k >= 0 && top_p > 0 &&
-      top_p <= 1 && min_p >= 0 && min_p <= 1;
-}
-
-double Density::operator()(int id, float z) const {
-  if (point >= 0) {
-    return id == point;
-  }
-  if (!(z >= threshold)) {
-    return std::isnan(z) ? z : 0;
-  }
-  return scale * std::exp(static_cast<double>(z - ref) * inv_t);
+  return temperature >= 0 && temperature < inf && top_k >= 0 &&
+      top_k == std::floor(top_k) && top_p > 0 && top_p <= 1 && min_p >= 0 &&
+      min_p <= 1;
 }
 
 bool ShapedRow::shape(const Row& row, const RowParams& params) {
-  row_ = &row;
-  int V = row.size();
-  std::vector<float> z(V);
-  int best = 0;
-  for (int i = 0; i < V; ++i) {
-    z[i] = row[i];
-    if (!(z[i] < inf)) {
-      return false;
-    }
-    if (z[i] > z[best]) {
-      best = i;
-    }
+  // 1 / temperature also overflows for denormal temperatures: greedy as well.
+  float inv_t = 1 / params.temperature;
+  if (inv_t < inf) {
+    return read(row) && shape(inv_t, threshold(params, inv_t));
   }
-  float m = z[best];
-  if (m == -inf) {
+  if (!read(row)) {
     return false;
   }
-  auto weight = [m](float inv_t) {
-    return [m, inv_t](float x) {
-      return std::exp(static_cast<double>(x - m) * inv_t);
-    };
-  };
-  std::sort(z.begin(), z.end(), std::greater<float>());
-  double sum1 = 0;
-  for (float x : z) {
-    sum1 += weight(1)(x);
-  }
-  log_sum_ = m + std::log(sum1);
-
-  density_ = Density();
-  float inv_t = 1 / params.temperature;
-  if (inv_t == inf) {
-    density_.point = best;
-    density_.inv_t = inv_t;
-    density_.threshold = m;
-    return true;
-  }
-  float t = -inf;
-  if (params.top_k > 0 && params.top_k < V) {
-    t = z[static_cast<int>(params.top_k) - 1];
-  }
-  float filter_inv_t = params.temperature_first ? inv_t : 1.0f;
-  if (params.top_p < 1) {
-    double mass = 0;
-    for (float x : z) {
-      mass += x >= t || !params.temperature_first ? weight(filter_inv_t)(x) : 0;
-    }
-    t = std::max(
-        t, mass_threshold(z, params.top_p * mass, weight(filter_inv_t)));
-  }
-  if (params.min_p > 0) {
-    t = std::max(
-        t,
-        static_cast<float>(
-            m + std::log(static_cast<double>(params.min_p)) / filter_inv_t));
-  }
-  double sum = 0;
-  for (float x : z) {
-    sum += x >= t ? weight(inv_t)(x) : 0;
-  }
-  density_.ref = m;
-  density_.inv_t = inv_t;
-  density_.threshold = t;
-  density_.scale = 1 / sum;
+  density_ = {argmax(), max_, inv_t, max_, 1};
   return true;
 }
 
-double ShapedRow::log_sum() const {
-  if (density_.point >= 0) {
-    return 0;
-  }
-  return static_cast<double>(density_.ref) * density_.inv_t -
-      std::log(density_.scale);
+bool ShapedRow::shape(const Row& row, float inv_t, float threshold) {
+  return read(row) && shape(inv_t, threshold);
 }
 
-int ShapedRow::draw(double u) const {
+bool ShapedRow::shape(float inv_t, float threshold) {
+  density_ = {-1, max_, inv_t, threshold, 1};
+  double total = sum(density_, sums_.data());
+  if (inv_t == 1 && threshold == -inf) {
+    full_sum_ = total;
+  }
+  density_.scale = 1 / total;
+  return total > 0;
+}
+
+double ShapedRow::log_sum() const {
+  return density_.point < 0
+      ? static_cast<double>(max_) * density_.inv_t - std::log(density_.scale)
+      : 0;
+}
+
+double ShapedRow::log_softmax(float z) {
+  return static_cast<double>(z) - max_ - std::log(full_sum());
+}
+
+int ShapedRow::draw(double u) {
   if (density_.point >= 0) {
     return density_.point;
   }
-  return quantile(row_->size(), u, [&](int i) { return probability(i); });
+  return pick(u, [this](int block, float* out) {
+    float buffer[block_size];
+    auto* x = row_.read(block, buffer);
+    weights(x, row_.length(block), density_, out);
+  });
 }
 
-int ShapedRow::draw_residual(const Row& q_row, const Density& q, double u)
-    const {
-  bool usable = true;
-  int id = quantile(row_->size(), u, [&](int i) {
-    double qi = q(i, q_row[i]);
-    usable &= qi < inf;
-    return std::max(probability(i) - qi, 0.0);
-  });
-  if (!usable) {
-    return -1;
+int ShapedRow::draw_residual(const Row* q_row, const Density& q, double u) {
+  if (density_.point >= 0) {
+    return density_.point;
   }
-  return id < 0 ? draw(u) : id;
+  float buffer[block_size];
+  double total = 0;
+  for (int b = 0; b < row_.blocks(); ++b) {
+    if (q_row && !(max(q_row->read(b, buffer), row_.length(b)) < inf)) {
+      return -1;
+    }
+    sums_[b] =
+        maxima_[b] < density_.threshold ? 0 : residual(b, q_row, q, buffer);
+    total += sums_[b];
+  }
+  if (!(total > 0)) {
+    sum(density_, sums_.data());
+    return draw(u);
+  }
+  return pick(
+      u, [&](int block, float* out) { residual(block, q_row, q, out); });
+}
+
+// Reads the row once: its maximum and those of its blocks.
+bool ShapedRow::read(const Row& row) {
+  row_ = row;
+  full_sum_ = 0;
+  max_ = -inf;
+  maxima_.resize(row.blocks());
+  sums_.resize(row.blocks());
+  float buffer[block_size];
+  for (int b = 0; b < row.blocks(); ++b) {
+    maxima_[b] = max(row.read(b, buffer), row.length(b));
+    if (!(maxima_[b] < inf)) {
+      return false;
+    }
+    max_ = std::max(max_, maxima_[b]);
+  }
+  return max_ > -inf;
+}
+
+int ShapedRow::argmax() const {
+  float buffer[block_size];
+  int b = std::find(maxima_.begin(), maxima_.end(), max_) - maxima_.begin();
+  auto* x = row_.read(b, buffer);
+  return b * block_size + (std::find(x, x + row_.length(b), max_) - x);
+}
+
+// The smallest logit that survives all filters.
+float ShapedRow::threshold(const RowParams& params, float inv_t) {
+  float filter_inv_t = params.temperature_first ? inv_t : 1.0f;
+  float t = -inf;
+  has_top_ = false;
+  if (params.top_k > 0 && params.top_k < row_.size()) {
+    t = top_k_threshold(params.top_k);
+  }
+  if (params.top_p < 1) {
+    Density base = {
+        -1, max_, filter_inv_t, params.temperature_first ? t : -inf, 1};
+    bool full = base.inv_t == 1 && base.threshold == -inf;
+    double mass = full ? full_sum() : sum(base, nullptr);
+    t = std::max(t, top_p_threshold(base, params.top_p * mass, t));
+  }
+  if (params.min_p > 0) {
+    double log_min_p = std::log(static_cast<double>(params.min_p));
+    t = std::max(t, static_cast<float>(max_ + log_min_p / filter_inv_t));
+  }
+  return t;
+}
+
+// The k-th largest logit. The k-th largest of the block maxima bounds it from
+// below, and at most k - 1 blocks hold larger ones.
+float ShapedRow::top_k_threshold(int k) {
+  float bound = -inf;
+  if (k <= row_.blocks()) {
+    top_ = maxima_;
+    std::nth_element(
+        top_.begin(), top_.begin() + k - 1, top_.end(), std::greater<>());
+    bound = top_[k - 1];
+  } else if (row_.size() > small_row) {
+    return select(k, -inf, nullptr);
+  }
+  float buffer[block_size];
+  size_t count = 0;
+  for (int b = 0; b < row_.blocks(); ++b) {
+    if (maxima_[b] > bound) {
+      auto* x = row_.read(b, buffer);
+      top_.resize(count + block_size);
+      for (int i = 0; i < row_.length(b); ++i) {
+        top_[count] = x[i];
+        count += x[i] > bound;
+      }
+    }
+  }
+  top_.resize(count);
+  has_top_ = true;
+  if (count < static_cast<size_t>(k)) {
+    return bound;
+  }
+  std::nth_element(
+      top_.begin(), top_.begin() + k - 1, top_.end(), std::greater<>());
+  float t = top_[k - 1];
+  top_.erase(
+      std::remove_if(top_.begin(), top_.end(), [t](float x) { return x <= t; }),
+      top_.end());
+  return t;
+}
+
+// The largest t for which {z >= t} has the mass, among those above the top-k
+// threshold.
+float ShapedRow::top_p_threshold(
+    const Density& base,
+    double mass,
+    float top_k_threshold) {
+  if (!has_top_) {
+    return select(mass, top_k_threshold, &base);
+  }
+  std::sort(top_.begin(), top_.end(), std::greater<>());
+  double above = 0;
+  for (float z : top_) {
+    above += base(-1, z);
+    if (above >= mass) {
+      return z;
+    }
+  }
+  return top_k_threshold;
+}
+
+// The largest t for which {z >= t} has the mass under `base`, or that many
+// elements without `base`: a radix search over the bits of the logits. Blocks
+// below `lower` are left out.
+float ShapedRow::select(double mass, float lower, const Density* base) const {
+  std::vector<double> histogram;
+  double above = 0;
+  uint32_t prefix = 0;
+  for (auto [shift, bits] : {std::pair{21, 11}, {10, 11}, {0, 10}}) {
+    fill_histogram(lower, base, prefix, shift, bits, histogram);
+    // Rounding may leave the mass short: then it is the last bin with any.
+    uint32_t found = 0;
+    double sum = above;
+    for (uint32_t bin = 1u << bits; bin-- > 0 && sum < mass;) {
+      if (histogram[bin] > 0) {
+        found = bin;
+        above = sum;
+        sum += histogram[bin];
+      }
+    }
+    prefix = prefix << bits | found;
+    lower = std::max(lower, from_key(prefix << shift));
+  }
+  return from_key(prefix);
+}
+
+// The mass by the next `bits` bits of the logits whose higher bits are
+// `prefix`.
+void ShapedRow::fill_histogram(
+    float lower,
+    const Density* base,
+    uint32_t prefix,
+    int shift,
+    int bits,
+    std::vector<double>& histogram) const {
+  float buffer[block_size];
+  float w[block_size];
+  uint32_t bin[block_size];
+  std::fill_n(w, block_size, 1.0f);
+  // Four copies: additions to one bin in a row would wait for each other. The
+  // last bin of each takes what has another prefix.
+  uint32_t bins = 1u << bits;
+  uint32_t first = prefix << bits;
+  histogram.assign(4 * (bins + 1), 0.0);
+  for (int b = 0; b < row_.blocks(); ++b) {
+    if (maxima_[b] < lower) {
+      continue;
+    }
+    int n = row_.length(b);
+    auto* x = row_.read(b, buffer);
+    if (!bin_keys(x, n, shift, first, bins, bin)) {
+      continue;
+    }
+    if (base) {
+      weights(x, n, *base, w);
+    }
+    for (int i = 0; i < n; ++i) {
+      histogram[(i & 3) * (bins + 1) + bin[i]] += w[i];
+    }
+  }
+  for (size_t i = bins + 1; i < histogram.size(); ++i) {
+    histogram[i % (bins + 1)] += histogram[i];
+  }
+}
+
+// The sum of the weights under p, and that of each block.
+double ShapedRow::sum(const Density& p, double* sums) const {
+  float buffer[block_size];
+  float w[block_size];
+  double total = 0;
+  for (int b = 0; b < row_.blocks(); ++b) {
+    double s = 0;
+    if (!(maxima_[b] < p.threshold)) {
+      s = weights(row_.read(b, buffer), row_.length(b), p, w);
+    }
+    total += s;
+    if (sums) {
+      sums[b] = s;
+    }
+  }
+  return total;
+}
+
+double ShapedRow::full_sum() {
+  if (full_sum_ == 0) {
+    full_sum_ = sum({-1, max_, 1, -inf, 1}, nullptr);
+  }
+  return full_sum_;
+}
+
+double ShapedRow::residual(
+    int block,
+    const Row* q_row,
+    const Density& q,
+    float* out) const {
+  float x_buffer[block_size];
+  float y_buffer[block_size];
+  int n = row_.length(block);
+  auto* x = row_.read(block, x_buffer);
+  if (q.point < 0) {
+    return residuals(x, density_, q_row->read(block, y_buffer), q, n, out);
+  }
+  double sum = weights(x, n, density_, out);
+  int i = q.point - block * block_size;
+  if (i >= 0 && i < n) {
+    // Summed again: a difference would leave a rounding error of mass.
+    out[i] = 0;
+    sum = std::accumulate(out, out + n, 0.0);
+  }
+  return sum;
+}
+
+// The id at the quantile u of the masses sums_, given those within a block.
+template <typename Fill>
+int ShapedRow::pick(double u, Fill fill) const {
+  double goal = u * std::accumulate(sums_.begin(), sums_.end(), 0.0);
+  double running = 0;
+  int block = 0;
+  double before = 0;
+  for (int b = 0; b < row_.blocks() && !(running > goal); ++b) {
+    if (sums_[b] > 0) {
+      block = b;
+      before = running;
+      running += sums_[b];
+    }
+  }
+  float w[block_size];
+  fill(block, w);
+  running = before;
+  int id = 0;
+  for (int i = 0; i < row_.length(block) && !(running > goal); ++i) {
+    if (w[i] > 0) {
+      id = i;
+      running += w[i];
+    }
+  }
+  return block * block_size + id;
 }
 
 } // namespace mlx_mtp::cpu

@@ -18,52 +18,64 @@ struct RowParams {
   bool valid() const;
 };
 
-// p(z) = scale * exp((z - ref) * inv_t) for z >= threshold, else 0; or all mass
-// on one id. The reference keeps the exponent small whatever the temperature
-// is.
-struct Density {
-  int point{-1};
-  float ref{0};
-  float inv_t{1};
-  float threshold{-std::numeric_limits<float>::infinity()};
-  double scale{1};
-
-  double operator()(int id, float z) const;
-};
-
+// Keeps O(V / block_size) of scratch, reused from row to row.
 class ShapedRow {
  public:
   // Returns false for a row that nothing can be drawn from: NaN, +inf, or no
   // finite logit at all.
   bool shape(const Row& row, const RowParams& params);
 
+  // The same with a threshold that is already known.
+  bool shape(const Row& row, float inv_t, float threshold);
+
   const Density& density() const {
     return density_;
   }
 
-  double probability(int id) const {
-    return density_(id, (*row_)[id]);
-  }
-
-  // log-softmax of the row before temperature and filters
-  double log_softmax(int id) const {
-    return (*row_)[id] - log_sum_;
-  }
-
-  // log-sum-exp over the survivors in units of z / temperature
+  // log-sum-exp over the survivors in units of z / temperature, 0 for a point
   double log_sum() const;
 
-  // The id at the quantile u of the distribution, in id order.
-  int draw(double u) const;
+  // log-softmax of one logit before temperature and filters
+  double log_softmax(float z);
 
-  // The same for max(p - q, 0), for p if that is empty. -1 when the row of q
-  // has an unusable value.
-  int draw_residual(const Row& q_row, const Density& q, double u) const;
+  // The id at the quantile u of the distribution, in id order.
+  int draw(double u);
+
+  // The same for max(p - q, 0), or for p if that is empty. -1 when the row of q
+  // holds NaN or +inf. q_row is not read when q is a point.
+  int draw_residual(const Row* q_row, const Density& q, double u);
 
  private:
-  const Row* row_;
+  bool read(const Row& row);
+  bool shape(float inv_t, float threshold);
+  int argmax() const;
+  float threshold(const RowParams& params, float inv_t);
+  float top_k_threshold(int k);
+  float
+  top_p_threshold(const Density& base, double mass, float top_k_threshold);
+  float select(double mass, float lower, const Density* base) const;
+  void fill_histogram(
+      float lower,
+      const Density* base,
+      uint32_t prefix,
+      int shift,
+      int bits,
+      std::vector<double>& histogram) const;
+  double sum(const Density& p, double* sums) const;
+  double full_sum();
+  double residual(int block, const Row* q_row, const Density& q, float* out)
+      const;
+  template <typename Fill>
+  int pick(double u, Fill fill) const;
+
+  Row row_;
+  float max_;
+  double full_sum_; // of exp(z - max), 0 until asked for
   Density density_;
-  double log_sum_;
+  std::vector<float> maxima_; // of each block
+  std::vector<double> sums_; // of each block's weights
+  std::vector<float> top_; // logits above the top-k threshold
+  bool has_top_; // whether top_ holds all of them
 };
 
 } // namespace mlx_mtp::cpu

@@ -1,6 +1,9 @@
 #include <cmath>
+#include <limits>
 
 #include "cpu/inputs.h"
+#include "cpu/parallel.h"
+#include "cpu/shaped_row.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "primitives.h"
@@ -9,146 +12,159 @@ namespace mlx_mtp {
 
 namespace {
 
+using cpu::value;
 constexpr float inf = std::numeric_limits<float>::infinity();
 
-struct VerifyTask {
+// The inputs and outputs of one evaluation.
+struct Batch {
   std::vector<mx::array> in;
-  const mx::array* draft_logits{nullptr};
-  const mx::array* draft_stats{nullptr};
-  const mx::array* draft_lengths{nullptr};
-  const mx::array* allowed{nullptr};
+  VerifyDraft::Optional has;
   bool temperature_first;
   int32_t* tokens;
   int32_t* accepted;
   float* logprobs;
 
-  int K() const {
-    return in[0].shape(1) - 1;
+  int B() const {
+    return in[0].shape(0);
   }
+  int T() const {
+    return in[0].shape(1);
+  }
+  int V() const {
+    return in[0].shape(2);
+  }
+  const mx::array* draft_logits() const {
+    return has.draft_logits ? &in[8] : nullptr;
+  }
+  const mx::array* draft_stats() const {
+    return has.draft_stats ? &in[8 + has.draft_logits] : nullptr;
+  }
+  const mx::array* draft_lengths() const {
+    return has.draft_lengths ? &in[8 + has.draft_logits + has.draft_stats]
+                             : nullptr;
+  }
+  const mx::array* allowed() const {
+    return has.allowed ? &in.back() : nullptr;
+  }
+};
 
-  void operator()() {
-    for (int b = 0; b < in[0].shape(0); ++b) {
-      accepted[b] = verify(b);
-      clear(b, accepted[b] + 1);
+class Verifier {
+ public:
+  explicit Verifier(const Batch& batch) : batch_(batch) {}
+
+  void operator()(int b) {
+    int T = batch_.T();
+    int accepted = verify(b);
+    batch_.accepted[b] = accepted;
+    for (int i = accepted + 1; i < T; ++i) {
+      batch_.tokens[b * T + i] = -1;
+      batch_.logprobs[b * T + i] = 0;
     }
   }
 
-  // Fills the slots from `first` on.
-  void clear(int b, int first) {
-    int T = K() + 1;
-    std::fill(tokens + b * T + first, tokens + (b + 1) * T, -1);
-    std::fill(logprobs + b * T + first, logprobs + (b + 1) * T, 0.0f);
-  }
-
-  // Returns the number of accepted drafts, -1 when a row is unusable.
+ private:
+  // Emits tokens and returns the number of accepted drafts, -1 for a sequence
+  // with an unusable row.
   int verify(int b) {
-    auto params = cpu::row_params(&in[3], b, temperature_first);
-    int length = draft_lengths ? cpu::value<int32_t>(*draft_lengths, b) : K();
-    if (!params.valid() || length < 0 || length > K()) {
+    auto params = cpu::row_params(&batch_.in[3], b, batch_.temperature_first);
+    int K = batch_.T() - 1;
+    auto* lengths = batch_.draft_lengths();
+    int length = lengths ? value<int32_t>(*lengths, b) : K;
+    if (!params.valid() || length < 0 || length > K) {
       return -1;
     }
-    for (int i = 0; i <= length; ++i) {
-      cpu::Row row(in[0], allowed, b * (K() + 1) + i);
-      cpu::ShapedRow target;
-      if (!target.shape(row, params)) {
+    for (int i = 0; i < length; ++i) {
+      int draft = value<int32_t>(batch_.in[1], b, i);
+      if (draft < 0 || draft >= batch_.V() || !shape(b, i, params)) {
         return -1;
       }
-      int draft = i < length ? cpu::value<int32_t>(in[1], b, i) : -1;
-      if (i < length) {
-        int outcome = check(b, i, draft, target);
-        if (outcome > 0) {
-          emit(b, i, draft, target);
-          continue;
-        }
-        if (outcome < 0) {
-          return -1;
-        }
+      cpu::Density q = draft_density(b, i, draft);
+      double q_draft = q.point < 0 ? q(draft, draft_row(b, i)[draft]) : 1;
+      if (!(q_draft > 0 && q_draft < inf)) {
+        return -1;
       }
-      int token = i < length ? correct(b, i, draft, target)
-                             : target.draw(final_uniform(b));
+      double coin = value<float>(batch_.in[2], b, i);
+      if (coin * std::min(q_draft, 1.0) <
+          target_.density()(draft, row_[draft])) {
+        emit(b, i, draft);
+        continue;
+      }
+      auto q_row = q.point < 0 ? draft_row(b, i) : cpu::Row();
+      int token = target_.draw_residual(
+          q.point < 0 ? &q_row : nullptr, q, final_uniform(b));
       if (token < 0) {
         return -1;
       }
-      emit(b, i, token, target);
+      emit(b, i, token);
       return i;
     }
-    return -1;
-  }
-
-  void emit(int b, int i, int token, const cpu::ShapedRow& target) {
-    tokens[b * (K() + 1) + i] = token;
-    logprobs[b * (K() + 1) + i] = target.log_softmax(token);
-  }
-
-  double final_uniform(int b) {
-    return cpu::fine_uniform(
-        cpu::value<float>(in[2], b, K()), cpu::value<float>(in[2], b, K() + 1));
-  }
-
-  // 1: accepted, 0: rejected, -1: unusable
-  int check(int b, int i, int draft, const cpu::ShapedRow& target) {
-    if (draft < 0 || draft >= in[0].shape(2)) {
+    if (!shape(b, length, params)) {
       return -1;
     }
-    double p = target.probability(draft);
-    if (target.density().point >= 0) {
-      return p > 0;
-    }
-    double q = 1;
-    cpu::Density density;
-    if (!draft_density(b, i, draft, density)) {
-      return -1;
-    }
-    if (draft_logits) {
-      q = density(draft, cpu::Row(*draft_logits, nullptr, b * K() + i)[draft]);
-    }
-    if (!(q > 0 && q < inf)) {
-      return -1;
-    }
-    return cpu::value<float>(in[2], b, i) * std::min(q, 1.0) < p;
+    emit(b, length, target_.draw(final_uniform(b)));
+    return length;
   }
 
-  int correct(int b, int i, int draft, const cpu::ShapedRow& target) {
-    double u = final_uniform(b);
-    if (target.density().point >= 0) {
-      return target.density().point;
-    }
-    cpu::Density q;
-    draft_density(b, i, draft, q);
-    // Without draft logits the row of q is only a stand-in.
-    cpu::Row row(
-        draft_logits ? *draft_logits : in[0],
-        nullptr,
-        draft_logits ? b * K() + i : 0);
-    return target.draw_residual(row, q, u);
+  bool shape(int b, int i, const cpu::RowParams& params) {
+    row_ = cpu::Row(batch_.in[0], batch_.allowed(), b * batch_.T() + i);
+    return target_.shape(row_, params);
   }
 
-  bool draft_density(int b, int i, int draft, cpu::Density& q) {
-    float inv_t = inf;
-    if (draft_stats) {
-      auto* stats = draft_stats->data<float>() +
-          cpu::row_offset(*draft_stats, b * K() + i);
-      auto stride = draft_stats->strides(-1);
-      q.inv_t = inv_t = stats[2 * stride];
-      q.threshold = stats[stride];
-      q.ref = stats[0] / inv_t;
-      q.scale = std::exp(static_cast<double>(q.ref) * inv_t - stats[0]);
-    } else if (draft_logits) {
-      inv_t = 1 / cpu::value<float>(in[7], b);
+  cpu::Row draft_row(int b, int i) const {
+    return {*batch_.draft_logits(), nullptr, b * (batch_.T() - 1) + i};
+  }
+
+  // What the draft was drawn from, with scale NaN for an unusable row. A greedy
+  // target accepts its argmax whatever q is.
+  cpu::Density draft_density(int b, int i, int draft) {
+    cpu::Density point = {draft, 0, inf, 0, 1};
+    if (!batch_.has.draft_logits || target_.density().point >= 0) {
+      return point;
     }
+    auto* stats = batch_.draft_stats();
+    if (!stats) {
+      float inv_t = 1 / value<float>(batch_.in[7], b);
+      return inv_t < inf ? density_of(draft_row(b, i), inv_t, -inf) : point;
+    }
+    auto* x = stats->data<float>() +
+        cpu::row_offset(*stats, b * (batch_.T() - 1) + i);
+    float log_sum = x[0];
+    float threshold = x[stats->strides(-1)];
+    float inv_t = x[2 * stats->strides(-1)];
     if (inv_t == inf) {
-      q = cpu::Density();
-      q.point = draft;
-    } else if (!draft_stats) {
-      cpu::Row row(*draft_logits, nullptr, b * K() + i);
-      cpu::ShapedRow shaped;
-      if (!shaped.shape(row, {1 / inv_t, 0, 1, 0, true})) {
-        return false;
-      }
-      q = shaped.density();
+      return point;
     }
-    return true;
+    // Rounded to float32, a large log-sum is too coarse for a probability.
+    if (std::abs(log_sum) >= 64) {
+      return density_of(draft_row(b, i), inv_t, threshold);
+    }
+    float ref = log_sum / inv_t;
+    double shift = static_cast<double>(ref) * inv_t - log_sum;
+    return {-1, ref, inv_t, threshold, std::exp(shift)};
   }
+
+  cpu::Density density_of(const cpu::Row& row, float inv_t, float threshold) {
+    if (draft_.shape(row, inv_t, threshold)) {
+      return draft_.density();
+    }
+    return {-1, 0, inv_t, threshold, std::numeric_limits<double>::quiet_NaN()};
+  }
+
+  void emit(int b, int i, int token) {
+    batch_.tokens[b * batch_.T() + i] = token;
+    batch_.logprobs[b * batch_.T() + i] = target_.log_softmax(row_[token]);
+  }
+
+  double final_uniform(int b) const {
+    int K = batch_.T() - 1;
+    return cpu::fine_uniform(
+        value<float>(batch_.in[2], b, K), value<float>(batch_.in[2], b, K + 1));
+  }
+
+  const Batch& batch_;
+  cpu::Row row_;
+  cpu::ShapedRow target_;
+  cpu::ShapedRow draft_;
 };
 
 } // namespace
@@ -159,34 +175,24 @@ void VerifyDraft::eval_cpu(
   for (auto& out : outputs) {
     out.set_data(mx::allocator::malloc(out.nbytes()));
   }
+  Batch batch = {
+      {},
+      has_,
+      temperature_first_,
+      outputs[0].data<int32_t>(),
+      outputs[1].data<int32_t>(),
+      outputs[2].data<float>()};
   auto& encoder = mx::cpu::get_command_encoder(stream());
-  std::vector<mx::array> in;
-  for (auto& x : inputs) {
-    encoder.set_input_array(x);
-    in.push_back(mx::array::unsafe_weak_copy(x));
+  for (auto& in : inputs) {
+    encoder.set_input_array(in);
+    batch.in.push_back(mx::array::unsafe_weak_copy(in));
   }
   for (auto& out : outputs) {
     encoder.set_output_array(out);
   }
-  encoder.dispatch([in = std::move(in),
-                    has = has_,
-                    temperature_first = temperature_first_,
-                    tokens = outputs[0].data<int32_t>(),
-                    accepted = outputs[1].data<int32_t>(),
-                    logprobs = outputs[2].data<float>()] {
-    VerifyTask task;
-    task.in = in;
-    auto* next = task.in.data() + 8;
-    auto take = [&](bool present) { return present ? next++ : nullptr; };
-    task.draft_logits = take(has.draft_logits);
-    task.draft_stats = take(has.draft_stats);
-    task.draft_lengths = take(has.draft_lengths);
-    task.allowed = take(has.allowed);
-    task.temperature_first = temperature_first;
-    task.tokens = tokens;
-    task.accepted = accepted;
-    task.logprobs = logprobs;
-    task();
+  encoder.dispatch([batch = std::move(batch)] {
+    cpu::parallel_for(
+        batch.B(), batch.in[0].size(), [&] { return Verifier(batch); });
   });
 }
 
