@@ -226,7 +226,61 @@ NB_MODULE(_ext, m) {
           "stream: None | mlx.core.Stream | mlx.core.Device = None) "
           "-> tuple[mlx.core.array, mlx.core.array]"),
       R"pbdoc(
-        Draw one token from each row of logits.
+        Draw one token from the shaped distribution of each row of logits.
+
+        ``filter_order="temperature_first"`` (Hugging Face, vLLM) divides the
+        logits by ``temperature``, keeps the ``top_k`` largest, then the smallest
+        set ``{z >= t}`` with ``top_p`` of the mass of those, then the tokens
+        with at least ``min_p`` times the largest probability.
+        ``"temperature_last"`` (``mlx_lm.sample_utils.make_sampler``) measures all
+        three on the full row at temperature 1 and then divides by
+        ``temperature``. What is left is renormalised. Ties at a threshold are
+        all kept. Temperature 0, or one so small that ``1 / temperature``
+        overflows float32, is the argmax, the lowest id on ties.
+
+        A draw is the inverse of the cumulative distribution, in id order and
+        summed in float64, at ``u[0] + u[1] * 2**-24``: one float32 uniform is too
+        coarse for a large vocabulary. Random numbers are an input, so that the
+        op is a pure function.
+
+        A row is unusable if it holds NaN or ``+inf``, has no finite logit that
+        is allowed, or its parameters are out of range. Then its token is -1
+        and its statistics are NaN.
+
+        Dims: ``V`` vocabulary, ``B`` size of the first axis of ``logits``.
+
+        Args:
+            logits (array): Shape ``(..., V)``, float32, float16 or bfloat16 with
+              any strides. ``-inf`` is a token with no probability.
+            uniforms (array): In [0, 1), shape ``(..., 2)``, float32.
+            temperature (float or array): At least 0. Default: ``1.0``.
+            top_k (int or array): 0, or at least ``V``, is off. Default: ``0``.
+            top_p (float or array): In (0, 1]. 1 is off. Default: ``1.0``.
+            min_p (float or array): In [0, 1]. 0 is off. Default: ``0.0``.
+              Each parameter is a number or an array of shape ``()`` or ``(B,)``.
+            filter_order (str): ``"temperature_first"`` or
+              ``"temperature_last"``. Default: ``"temperature_first"``.
+            allowed (array, optional): Bit mask, shape
+              ``(..., (V + 31) // 32)``, uint32 or int32: bit ``i % 32`` of word
+              ``i // 32`` allows token ``i`` (the layout of llguidance). It
+              comes before everything else. Default: ``None``.
+            stream (Stream, optional): Stream or device. Default: ``None``.
+
+        Returns:
+            tuple(array, array): The tokens, shape ``(...)`` int32, and
+            statistics, shape ``(..., 3)`` float32, that give the probability of
+            every token of the distribution drawn from. With ``(l, t, r)`` of a
+            row it is ``exp(z * r - l)`` for a logit ``z >= t`` (and allowed)
+            and 0 otherwise. A row at temperature 0 has ``(0, max, inf)``.
+
+        Raises:
+            ValueError: A shape, a dtype or a number does not fit.
+
+        Example:
+            >>> logits = mx.log(mx.array([[0.5, 0.3, 0.2]]))
+            >>> tokens, stats = sample(logits, mx.array([[0.9, 0.0]]), top_k=2)
+            >>> tokens  # {0, 1} are left with 0.625 and 0.375
+            array([1], dtype=int32)
       )pbdoc");
   m.def(
       "verify_draft",
@@ -295,7 +349,75 @@ NB_MODULE(_ext, m) {
           "stream: None | mlx.core.Stream | mlx.core.Device = None) "
           "-> tuple[mlx.core.array, mlx.core.array, mlx.core.array]"),
       R"pbdoc(
-        Accept or reject drafted tokens so that the output has exactly the
-        distribution of the target.
+        Accept the longest valid prefix of drafted tokens and add one token.
+
+        Exact rejection sampling (Leviathan et al. 2023, "Fast Inference from
+        Transformers via Speculative Decoding"): whatever the drafts were drawn
+        from, the emitted tokens have the shaped distribution of the target, see
+        :func:`sample`. Row ``i`` of the target is what comes after ``i`` accepted
+        drafts. With ``p`` and ``q`` the distributions of the target and the draft
+        at that row, draft ``i`` is accepted while ``uniforms[i] * q < p``. At the
+        first failure a correction is drawn from ``max(p - q, 0)``,
+        renormalised, or from ``p`` if rounding leaves nothing. After
+        ``draft_lengths`` accepted drafts a bonus is drawn from the next row. With
+        temperature 0 a draft is accepted if it is the argmax of its row.
+
+        ``q`` is the softmax of ``draft_logits / temperature`` at the temperature
+        of the draft, or what ``draft_stats`` say. Without ``draft_logits``, and
+        for a draft at temperature 0, it is a point mass at the draft.
+
+        Rows after the first rejection do not count. A sequence is flagged with
+        ``accepted = -1``, and emits nothing, if a row that counts is unusable: a
+        target row as in :func:`sample`, a draft outside ``[0, V)``, a draft that
+        was not possible (``q`` of it is 0 or NaN), NaN or ``+inf`` in a row of
+        draft logits that has to be read, a length outside ``[0, K]``. Draft
+        logits are not read at temperature 0. No other sequence is affected.
+
+        Dims: ``B`` sequences, ``K`` drafts (0 is plain sampling), ``T = K + 1``
+        verified positions, ``V`` vocabulary.
+
+        Args:
+            target_logits (array): Shape ``(B, T, V)``, float32, float16 or
+              bfloat16 with any strides.
+            draft_tokens (array): Shape ``(B, K)``, any integer dtype.
+            draft_logits (array, optional): Shape ``(B, K, V)``, dtypes as for
+              the target. Where the draft was drawn under a token mask, the
+              masked logits. Default: ``None``.
+            uniforms (array): In [0, 1), shape ``(B, K + 2)``, float32. The first
+              ``K`` are the coins, the last two the final draw, whatever was
+              accepted. They must be independent of those that drew the drafts.
+            draft_stats (array, optional): What :func:`sample` returned with the
+              drafts, shape ``(B, K, 3)``, float32. Required for filtered drafts,
+              and spares a pass over the draft logits. Default: ``None``.
+            temperature, top_k, top_p, min_p, filter_order: The shape of the
+              target, as in :func:`sample`.
+            draft_params (dict, optional): The same parameters of the draft, by
+              name. Default: ``None``, the temperature of the target and no
+              filters.
+            draft_lengths (array, optional): Drafts of each sequence, shape
+              ``(B,)``, any integer dtype. Default: ``None``, ``K``.
+            allowed (array, optional): Bit mask of the target, shape
+              ``(B, T, (V + 31) // 32)``, as in :func:`sample`. Default: ``None``.
+            stream (Stream, optional): Stream or device. Default: ``None``.
+
+        Returns:
+            tuple(array, array, array): The emitted tokens, shape ``(B, T)``
+            int32, -1 after the last one. The number of accepted drafts, shape
+            ``(B,)`` int32: ``accepted + 1`` tokens are emitted. The
+            log-softmax of the target at the emitted tokens, after the mask,
+            before temperature and filters, shape ``(B, T)`` float32, 0 after the
+            last one.
+
+        Raises:
+            ValueError: A shape, a dtype or a number does not fit, or filtered
+              drafts come without ``draft_stats``.
+
+        Example:
+            >>> target = mx.log(mx.array([[[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]]]))
+            >>> drafts = mx.array([[0, 0]])
+            >>> u = mx.array([[0.5, 0.5, 0.3, 0.0]])
+            >>> tokens, accepted, logprobs = verify_draft(target, drafts, uniforms=u)
+            >>> tokens, accepted  # 0.5 < 0.9 is accepted, 0.5 < 0.2 is not
+            (array([[0, 1, -1]], dtype=int32), array([1], dtype=int32))
       )pbdoc");
 }

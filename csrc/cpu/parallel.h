@@ -4,9 +4,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <future>
+#include <memory>
 #include <thread>
-#include <vector>
 
 #include "mlx/threadpool.h"
 
@@ -20,28 +19,40 @@ inline ThreadPool& workers() {
   return *pool;
 }
 
-// Calls make() on each thread that takes part, and what it returns with each i
-// of [0, n). `work` is the number of elements to read in all: below what pays
-// for waking a thread the loop stays on this one.
+// Each thread that takes part calls make() once, and what it returns with every
+// i of [0, n) that it takes. `work` is the number of elements to read in all:
+// little work stays on this thread.
 template <typename Make>
-void parallel_for(int64_t n, int64_t work, Make make) {
+void parallel_for(int64_t n, int64_t work, const Make& make) {
   constexpr int64_t work_per_thread = 1 << 17;
-  int64_t threads = std::min<int64_t>(
-      {n, work / work_per_thread, std::thread::hardware_concurrency()});
-  std::atomic<int64_t> next = 0;
-  auto run = [&] {
+  struct Progress {
+    std::atomic<int64_t> next = 0;
+    std::atomic<int64_t> done = 0;
+  };
+  auto progress = std::make_shared<Progress>();
+  // A worker that starts after all are taken uses nothing but `progress`: this
+  // thread does not wait for it.
+  auto run = [progress, n, &make] {
+    int64_t i = progress->next++;
+    if (i >= n) {
+      return;
+    }
     auto f = make();
-    for (int64_t i = next++; i < n; i = next++) {
+    for (; i < n; i = progress->next++) {
       f(i);
+      if (++progress->done == n) {
+        progress->done.notify_one();
+      }
     }
   };
-  std::vector<std::future<void>> others;
+  int64_t threads = std::min<int64_t>(
+      {n, work / work_per_thread, std::thread::hardware_concurrency()});
   for (int64_t t = 1; t < threads; ++t) {
-    others.push_back(workers().enqueue(run));
+    workers().enqueue(run);
   }
   run();
-  for (auto& other : others) {
-    other.wait();
+  for (int64_t done; (done = progress->done) < n;) {
+    progress->done.wait(done);
   }
 }
 

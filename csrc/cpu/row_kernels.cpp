@@ -82,27 +82,15 @@ float from_key(uint32_t key) {
 
 MULTIVERSION void
 load_float16(const uint16_t* x, int64_t stride, int n, float* out) {
-  if (stride == 1) {
-    for (int i = 0; i < n; ++i) {
-      out[i] = from_float16(x[i]);
-    }
-  } else {
-    for (int i = 0; i < n; ++i) {
-      out[i] = from_float16(x[i * stride]);
-    }
+  for (int i = 0; i < n; ++i) {
+    out[i] = from_float16(x[i * stride]);
   }
 }
 
 MULTIVERSION void
 load_bfloat16(const uint16_t* x, int64_t stride, int n, float* out) {
-  if (stride == 1) {
-    for (int i = 0; i < n; ++i) {
-      out[i] = from_bfloat16(x[i]);
-    }
-  } else {
-    for (int i = 0; i < n; ++i) {
-      out[i] = from_bfloat16(x[i * stride]);
-    }
+  for (int i = 0; i < n; ++i) {
+    out[i] = from_bfloat16(x[i * stride]);
   }
 }
 
