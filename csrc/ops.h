@@ -1,5 +1,5 @@
-// The four operations of mlx-mtp. Each is lazy, differentiable nowhere, works on
-// any stream and under mx.compile, and never evaluates on the host.
+// The four operations of mlx-mtp. Each is lazy, differentiable nowhere, works
+// on any stream and under mx.compile, and never evaluates on the host.
 //
 // Dims: B sequences, K drafts, T = K + 1 verified positions, V vocabulary,
 // H heads, D head dim, S cache slots. Floating inputs are float32, float16 or
@@ -19,16 +19,17 @@ namespace mlx_mtp {
 
 namespace mx = mlx::core;
 
-// A scalar for all sequences or an array with one value a sequence.
+// A number for all sequences or an array of shape () or [B], B the first axis.
 using Param = std::variant<float, mx::array>;
 
 // The shaped distribution of one row z of logits, one definition for target and
-// draft. temperature_first: z / temperature, keep the top_k largest, renormalise,
-// keep the smallest set {z >= t} with mass >= top_p, keep probabilities >= min_p
-// times the largest, renormalise. temperature_last: top_p, min_p and top_k each
-// measured on the full row at temperature 1, then / temperature and renormalise.
-// Ties at a threshold are all kept. temperature 0 is argmax, lowest id on ties.
-// top_k 0, top_p 1 and min_p 0 are off.
+// draft. temperature_first: z / temperature, keep the top_k largest,
+// renormalise, keep the smallest set {z >= t} with mass >= top_p, keep
+// probabilities >= min_p times the largest, renormalise. temperature_last:
+// top_p, min_p and top_k each measured on the full row at temperature 1, then
+// / temperature and renormalise. Ties at a threshold are all kept. Temperature
+// 0, and any so small that its inverse overflows float32, is the argmax, lowest
+// id on ties. top_k 0, top_p 1 and min_p 0 are off.
 struct SamplingParams {
   Param temperature = 1.0f;
   Param top_k = 0.0f;
@@ -37,11 +38,16 @@ struct SamplingParams {
   bool temperature_first = true;
 };
 
-// Draws one token a row by inverse CDF.
-// logits [..., V], uniforms [..., 2] float32, allowed [..., ceil(V / 32)] uint32
+// Draws one token a row: the first id, in order, whose running sum of
+// probabilities exceeds u[0] + u[1] / 2^24.
+// logits [..., V], uniforms [..., 2] float32, allowed [..., ceil(V / 32)]
+// uint32 or int32, bit i % 32 of word i / 32 for token i
 // -> tokens [...] int32,
-//    stats [..., 3] float32: log-sum-exp over the survivors, threshold in raw
-//    logit units, 1 / temperature
+//    stats [..., 3] float32: log-sum-exp over the survivors in units of
+//    z / temperature, threshold in raw logit units, 1 / temperature; (0, max,
+//    inf) at temperature 0
+// A row with NaN, +inf, no finite logit or a parameter out of range has token
+// -1 and stats NaN.
 std::pair<mx::array, mx::array> sample(
     const mx::array& logits,
     const mx::array& uniforms,
@@ -49,14 +55,20 @@ std::pair<mx::array, mx::array> sample(
     const std::optional<mx::array>& allowed = std::nullopt,
     mx::StreamOrDevice s = {});
 
-// Exact speculative verification (Leviathan et al. 2023, Chen et al. 2023).
-// target_logits [B, T, V], draft_tokens [B, K], draft_logits [B, K, V] or none
-// (point-mass drafts), uniforms [B, K + 2] float32, draft_stats [B, K, 3] float32,
-// draft_lengths [B] int32, allowed [B, T, ceil(V / 32)] uint32
+// Exact speculative verification (Leviathan et al. 2023, Chen et al. 2023):
+// accepts draft i while u[i] * q(draft) < p(draft), then draws a correction
+// from max(p - q, 0), from p if that is empty, or a bonus from the next row.
+// target_logits [B, T, V], draft_tokens [B, K] integers, draft_logits [B, K, V]
+// or none (point-mass drafts), uniforms [B, K + 2] float32: K coins and the
+// final draw, draft_stats [B, K, 3] float32 from sample(), required for
+// filtered drafts, draft_lengths [B] integers, allowed [B, T, ceil(V / 32)]
 // -> tokens [B, T] int32, -1 after the last emitted one
 //    accepted [B] int32, -1 for a sequence whose rows are unusable
 //    logprobs [B, T] float32 of the emitted tokens: the target's log-softmax
-//    after masks, before temperature and filters
+//    after masks, before temperature and filters; 0 after the last one
+// Rows after the first rejection do not count. Without draft_stats the draft
+// has the temperature of draft_params, else of the target, and no filters. At
+// target temperature 0 the draft logits are not read.
 std::tuple<mx::array, mx::array, mx::array> verify_draft(
     const mx::array& target_logits,
     const mx::array& draft_tokens,
@@ -69,9 +81,9 @@ std::tuple<mx::array, mx::array, mx::array> verify_draft(
     const std::optional<mx::array>& allowed = std::nullopt,
     mx::StreamOrDevice s = {});
 
-// Writes the first count[b] staged rows at start[b] (modulo ring when ring > 0).
-// Starts and counts are clamped: nothing is written outside.
-// cache [B, H, S, D], rows [B, H, T, D], start [B], count [B]
+// Writes the first count[b] staged rows at start[b] (modulo ring when ring >
+// 0). Starts and counts are clamped: nothing is written outside. cache [B, H,
+// S, D], rows [B, H, T, D], start [B], count [B]
 // -> cache, in place when it is donated
 mx::array commit_rows(
     const mx::array& cache,

@@ -29,7 +29,7 @@ def masked(logits, allowed):
     if allowed is None:
         return z
     ids = np.arange(z.size)
-    bits = (np.asarray(allowed)[ids // 32].astype(np.uint64) >> (ids % 32)) & 1
+    bits = (np.asarray(allowed)[ids // 32].astype(np.int64) >> (ids % 32)) & 1
     return np.where(bits == 1, z, -np.inf)
 
 
@@ -64,9 +64,9 @@ def shape(
     if top_p < 1:
         p = np.where(keep_k, base, 0) if first else base
         p = p / p.sum()
-        values = np.unique(z[p > 0])[::-1]
-        mass = np.array([p[z >= t].sum() for t in values])
-        keep_p = z >= values[np.argmax(mass >= top_p)]
+        values, index = np.unique(z, return_inverse=True)
+        mass = np.cumsum(np.bincount(index, p)[::-1])  # of {z >= t}, t falling
+        keep_p = z >= values[::-1][np.argmax(mass >= top_p)]
         margin = min(margin, np.abs(mass - top_p).min())
     keep_m = np.ones(z.size, bool)
     if min_p > 0:

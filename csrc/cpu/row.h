@@ -30,6 +30,9 @@ class Row {
         dtype_(logits.dtype()),
         stride_(logits.strides(-1)),
         size_(logits.shape(-1)) {
+    while (block_ < max_block && size_ > 128 * block_) {
+      block_ *= 2;
+    }
     if (allowed) {
       words_ = allowed->data<uint32_t>() + row_offset(*allowed, row);
       word_stride_ = allowed->strides(-1);
@@ -40,18 +43,23 @@ class Row {
     return size_;
   }
 
+  // The size of a block: many blocks make a good bound for top-k.
+  int block() const {
+    return block_;
+  }
+
   int blocks() const {
-    return (size_ + block_size - 1) / block_size;
+    return (size_ + block_ - 1) / block_;
   }
 
   int length(int block) const {
-    return std::min(block_size, size_ - block * block_size);
+    return std::min(block_, size_ - block * block_);
   }
 
   // The values of a block, in place where they lie as float32, else in
   // `buffer`.
   const float* read(int block, float* buffer) const {
-    return read(block * block_size, length(block), buffer);
+    return read(block * block_, length(block), buffer);
   }
 
   float operator[](int id) const {
@@ -67,6 +75,7 @@ class Row {
   mx::Dtype dtype_{mx::float32};
   int64_t stride_{1};
   int size_{0};
+  int block_{32}; // a whole number of mask words
   const uint32_t* words_{nullptr};
   int64_t word_stride_{0};
 };

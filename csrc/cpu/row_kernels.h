@@ -6,7 +6,7 @@
 
 namespace mlx_mtp::cpu {
 
-constexpr int block_size = 256;
+constexpr int max_block = 256;
 
 // p(z) = scale * exp((z - ref) * inv_t) for z >= threshold, else 0; or all mass
 // on the id `point`. The reference keeps the exponent small at any temperature.

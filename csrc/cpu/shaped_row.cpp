@@ -12,8 +12,6 @@ namespace mlx_mtp::cpu {
 namespace {
 
 constexpr float inf = std::numeric_limits<float>::infinity();
-// Up to this size a row is searched as one list.
-constexpr int small_row = 4096;
 
 } // namespace
 
@@ -65,7 +63,7 @@ int ShapedRow::draw(double u) {
     return density_.point;
   }
   return pick(u, [this](int block, float* out) {
-    float buffer[block_size];
+    float buffer[max_block];
     auto* x = row_.read(block, buffer);
     weights(x, row_.length(block), density_, out);
   });
@@ -75,7 +73,7 @@ int ShapedRow::draw_residual(const Row* q_row, const Density& q, double u) {
   if (density_.point >= 0) {
     return density_.point;
   }
-  float buffer[block_size];
+  float buffer[max_block];
   double total = 0;
   for (int b = 0; b < row_.blocks(); ++b) {
     if (q_row && !(max(q_row->read(b, buffer), row_.length(b)) < inf)) {
@@ -100,7 +98,7 @@ bool ShapedRow::read(const Row& row) {
   max_ = -inf;
   maxima_.resize(row.blocks());
   sums_.resize(row.blocks());
-  float buffer[block_size];
+  float buffer[max_block];
   for (int b = 0; b < row.blocks(); ++b) {
     maxima_[b] = max(row.read(b, buffer), row.length(b));
     if (!(maxima_[b] < inf)) {
@@ -112,10 +110,10 @@ bool ShapedRow::read(const Row& row) {
 }
 
 int ShapedRow::argmax() const {
-  float buffer[block_size];
+  float buffer[max_block];
   int b = std::find(maxima_.begin(), maxima_.end(), max_) - maxima_.begin();
   auto* x = row_.read(b, buffer);
-  return b * block_size + (std::find(x, x + row_.length(b), max_) - x);
+  return b * row_.block() + (std::find(x, x + row_.length(b), max_) - x);
 }
 
 // The smallest logit that survives all filters.
@@ -143,30 +141,16 @@ float ShapedRow::threshold(const RowParams& params, float inv_t) {
 // The k-th largest logit. The k-th largest of the block maxima bounds it from
 // below, and at most k - 1 blocks hold larger ones.
 float ShapedRow::top_k_threshold(int k) {
-  float bound = -inf;
-  if (k <= row_.blocks()) {
-    top_ = maxima_;
-    std::nth_element(
-        top_.begin(), top_.begin() + k - 1, top_.end(), std::greater<>());
-    bound = top_[k - 1];
-  } else if (row_.size() > small_row) {
+  if (k > row_.blocks()) {
     return select(k, -inf, nullptr);
   }
-  float buffer[block_size];
-  size_t count = 0;
-  for (int b = 0; b < row_.blocks(); ++b) {
-    if (maxima_[b] > bound) {
-      auto* x = row_.read(b, buffer);
-      top_.resize(count + block_size);
-      for (int i = 0; i < row_.length(b); ++i) {
-        top_[count] = x[i];
-        count += x[i] > bound;
-      }
-    }
-  }
-  top_.resize(count);
+  top_ = maxima_;
+  std::nth_element(
+      top_.begin(), top_.begin() + k - 1, top_.end(), std::greater<>());
+  float bound = top_[k - 1];
+  gather(bound);
   has_top_ = true;
-  if (count < static_cast<size_t>(k)) {
+  if (top_.size() < static_cast<size_t>(k)) {
     return bound;
   }
   std::nth_element(
@@ -176,6 +160,23 @@ float ShapedRow::top_k_threshold(int k) {
       std::remove_if(top_.begin(), top_.end(), [t](float x) { return x <= t; }),
       top_.end());
   return t;
+}
+
+// Fills top_ with the logits above the bound.
+void ShapedRow::gather(float bound) {
+  float buffer[max_block];
+  size_t count = 0;
+  for (int b = 0; b < row_.blocks(); ++b) {
+    if (maxima_[b] > bound) {
+      auto* x = row_.read(b, buffer);
+      top_.resize(count + max_block);
+      for (int i = 0; i < row_.length(b); ++i) {
+        top_[count] = x[i];
+        count += x[i] > bound;
+      }
+    }
+  }
+  top_.resize(count);
 }
 
 // The largest t for which {z >= t} has the mass, among those above the top-k
@@ -232,10 +233,10 @@ void ShapedRow::fill_histogram(
     int shift,
     int bits,
     std::vector<double>& histogram) const {
-  float buffer[block_size];
-  float w[block_size];
-  uint32_t bin[block_size];
-  std::fill_n(w, block_size, 1.0f);
+  float buffer[max_block];
+  float w[max_block];
+  uint32_t bin[max_block];
+  std::fill_n(w, max_block, 1.0f);
   // Four copies: additions to one bin in a row would wait for each other. The
   // last bin of each takes what has another prefix.
   uint32_t bins = 1u << bits;
@@ -257,15 +258,17 @@ void ShapedRow::fill_histogram(
       histogram[(i & 3) * (bins + 1) + bin[i]] += w[i];
     }
   }
-  for (size_t i = bins + 1; i < histogram.size(); ++i) {
-    histogram[i % (bins + 1)] += histogram[i];
+  for (uint32_t i = 0; i < bins; ++i) {
+    for (int copy = 1; copy < 4; ++copy) {
+      histogram[i] += histogram[copy * (bins + 1) + i];
+    }
   }
 }
 
 // The sum of the weights under p, and that of each block.
 double ShapedRow::sum(const Density& p, double* sums) const {
-  float buffer[block_size];
-  float w[block_size];
+  float buffer[max_block];
+  float w[max_block];
   double total = 0;
   for (int b = 0; b < row_.blocks(); ++b) {
     double s = 0;
@@ -292,15 +295,15 @@ double ShapedRow::residual(
     const Row* q_row,
     const Density& q,
     float* out) const {
-  float x_buffer[block_size];
-  float y_buffer[block_size];
+  float x_buffer[max_block];
+  float y_buffer[max_block];
   int n = row_.length(block);
   auto* x = row_.read(block, x_buffer);
   if (q.point < 0) {
     return residuals(x, density_, q_row->read(block, y_buffer), q, n, out);
   }
   double sum = weights(x, n, density_, out);
-  int i = q.point - block * block_size;
+  int i = q.point - block * row_.block();
   if (i >= 0 && i < n) {
     // Summed again: a difference would leave a rounding error of mass.
     out[i] = 0;
@@ -323,7 +326,7 @@ int ShapedRow::pick(double u, Fill fill) const {
       running += sums_[b];
     }
   }
-  float w[block_size];
+  float w[max_block];
   fill(block, w);
   running = before;
   int id = 0;
@@ -333,7 +336,7 @@ int ShapedRow::pick(double u, Fill fill) const {
       running += w[i];
     }
   }
-  return block * block_size + id;
+  return block * row_.block() + id;
 }
 
 } // namespace mlx_mtp::cpu

@@ -18,7 +18,7 @@ struct RowParams {
   bool valid() const;
 };
 
-// Keeps O(V / block_size) of scratch, reused from row to row.
+// Keeps O(V / max_block) of scratch, reused from row to row.
 class ShapedRow {
  public:
   // Returns false for a row that nothing can be drawn from: NaN, +inf, or no
@@ -51,6 +51,7 @@ class ShapedRow {
   int argmax() const;
   float threshold(const RowParams& params, float inv_t);
   float top_k_threshold(int k);
+  void gather(float bound);
   float
   top_p_threshold(const Density& base, double mass, float top_k_threshold);
   float select(double mass, float lower, const Density* base) const;
