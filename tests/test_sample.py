@@ -143,7 +143,9 @@ def test_top_k_of_a_flat_row_keeps_everything(V, k):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [0, 2], ids=["flat", "normal"])
-@pytest.mark.parametrize("k, top_p", [(0, 1), (0, 0.95), (20, 0.95), (400, 1), (9000, 1)])
+@pytest.mark.parametrize(
+    "k, top_p", [(0, 1), (0, 0.95), (20, 0.95), (400, 1), (9000, 1)]
+)
 def test_large_vocabulary(k, top_p, scale, dtype):
     """By the definition of the filters: near ties are the rule in such rows."""
     rng = np.random.default_rng(2)
@@ -151,7 +153,7 @@ def test_large_vocabulary(k, top_p, scale, dtype):
     u = rng.random((2, 2)).astype(np.float32)
     tokens, stats = sample(x, mx.array(u), top_k=k, top_p=top_p)
     for r, row in enumerate(values(x)):
-        log_sum, threshold, _ = np.array(stats[r], np.float64)
+        threshold = stats[r, 1].item()
         if k:
             assert (row > threshold).sum() < k
             row_k = np.where(row >= np.sort(row)[-k], row, -np.inf)
