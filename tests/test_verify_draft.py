@@ -256,6 +256,25 @@ def test_only_rows_up_to_the_first_rejection_count():
         assert (np.array(logprobs)[:, count + 1 :] == 0).all()
 
 
+def test_draft_logits_count_where_they_are_used():
+    target = np.zeros((3, 2, 64), np.float32)
+    draft = np.zeros((3, 1, 64), np.float32)
+    target[:, 0, 0] = -1
+    drafts, stats = sample(mx.array(draft), mx.zeros((3, 1, 2)))
+    draft[1, 0, 9] = np.nan
+    draft[2, 0, 63] = np.inf
+    arguments = mx.array(target), drafts, mx.array(draft)
+    for coin, flags in [(0.9, [0, -1, -1]), (0.0, [1, 1, 1])]:
+        u = mx.array([[coin, 0.5, 0.0]] * 3)
+        got = verify_draft(*arguments, uniforms=u, draft_stats=stats)
+        assert got[1].tolist() == flags
+    # Without statistics the row is read for its sum; at temperature 0 never.
+    assert verify_draft(*arguments, uniforms=u)[1].tolist() == [1, -1, -1]
+    own = {"temperature": 1}
+    got = verify_draft(*arguments, uniforms=u, temperature=0, draft_params=own)
+    assert got[1].tolist() == [0, 0, 0]
+
+
 def test_bad_rows_flag_their_own_sequence():
     """Padding never wins: a vocabulary that fills no block and no vector."""
     V = 5
@@ -541,16 +560,25 @@ def test_is_lazy_and_compiles():
 
     none = mx.array([0, 0, 0])
 
-    def three(target, drafts, draft, u, none):
+    def all_kinds(target, drafts, draft, u, none):
         given = verify_draft(target, drafts, draft, uniforms=u)
         point = verify_draft(target, drafts, uniforms=u)
         cut = verify_draft(target, drafts, uniforms=u, draft_lengths=none)
-        return (*given, *point, *cut)
+        first = verify_draft(target, drafts, uniforms=u, temperature=4, top_p=0.5)
+        last = verify_draft(
+            target,
+            drafts,
+            uniforms=u,
+            temperature=4,
+            top_p=0.5,
+            filter_order="temperature_last",
+        )
+        # Only nodes that are not outputs are merged.
+        return [-x for x in (*given, *point, *cut, *first, *last)]
 
-    expected = [x.tolist() for x in three(target, drafts, draft, u, none)]
-    # The three are not merged as equal nodes.
-    assert len({str(tokens) for tokens in expected[::3]}) == 3
-    for compiled in (mx.compile(three), mx.compile(three, shapeless=True)):
+    expected = [x.tolist() for x in all_kinds(target, drafts, draft, u, none)]
+    assert len({str(tokens) for tokens in expected[::3]}) == 5
+    for compiled in (mx.compile(all_kinds), mx.compile(all_kinds, shapeless=True)):
         got = compiled(target, drafts, draft, u, none)
         assert [x.tolist() for x in got] == expected
     two = compiled(target[:2], drafts[:2], draft[:2], u[:2], none[:2])
