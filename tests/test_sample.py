@@ -9,8 +9,9 @@ import pytest
 from arrays import DTYPES, LAYOUTS, array, bits, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_mtp.ops import sample
 from scipy import stats as scipy_stats
+
+from mlx_mtp.ops import sample
 
 ORDERS = ["temperature_first", "temperature_last"]
 FILTERS = [
