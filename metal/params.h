@@ -27,10 +27,10 @@ struct Density {
 struct Decision {
   Density target;
   Density draft; // without meaning after a bonus
-  int row; // number of accepted drafts, -1: unusable
-  int bonus; // 1: all drafts accepted, draw from the target alone
-  int token; // the draft that was rejected
-  int pad;
+  int row; // number of drafts accepted before, -1: unusable
+  int accepted; // 1: the draft of this row as well, so that it does not stop here
+  int bonus; // 1: no draft left, draw from the target alone
+  float logprob; // of the accepted draft
 };
 
 struct SampleParams {
@@ -56,7 +56,7 @@ struct SampleParams {
 
 struct VerifyDraftParams {
   int vocab; // V
-  int chunk; // logits a threadgroup of the first two dispatches, a multiple of 256
+  int chunk; // logits a threadgroup of the first two dispatches, multiple of 256
   int chunks; // ceil(V / chunk)
   int groups; // ceil(V / 256)
   int batch; // B

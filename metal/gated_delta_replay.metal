@@ -1,0 +1,11 @@
+#include "gated_delta_replay.h"
+
+#define instantiate_gated_delta_replay(name, type)                       \
+  instantiate_kernel(                                                    \
+      "gated_delta_replay_" #name "_128", gated_delta_replay, type, 128) \
+  instantiate_kernel(                                                    \
+      "gated_delta_replay_" #name "_256", gated_delta_replay, type, 256)
+
+instantiate_gated_delta_replay(float32, float)
+instantiate_gated_delta_replay(float16, half)
+instantiate_gated_delta_replay(bfloat16, bfloat)

@@ -1,0 +1,27 @@
+// The one header that knows which compiler reads the kernels. Everywhere but in
+// Metal a stand-in for metal_stdlib brings these macros along.
+#pragma once
+
+#include <metal_stdlib>
+
+#ifdef __METAL_VERSION__
+#define TG_ARRAY(T, name, N) threadgroup T name[N]
+#define instantiate_kernel(name, func, ...) \
+  template [[host_name(name)]] [[kernel]] decltype(func<__VA_ARGS__>) func<__VA_ARGS__>;
+#endif
+
+using namespace metal;
+
+// A thread's place in its threadgroup.
+struct Team {
+  uint thread_index;
+  uint threads;
+  uint lane;
+  uint simdgroup;
+  uint simdgroups;
+};
+
+METAL_FUNC Team make_team(uint thread_index, uint threads) {
+  return Team{
+      thread_index, threads, thread_index % 32, thread_index / 32, threads / 32};
+}

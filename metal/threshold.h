@@ -1,0 +1,390 @@
+// Thresholds of the filters: the largest t for which the weights of {z >= t} reach a
+// target. Each pass adds the weights to 256 bins of an interval and goes on in the bin
+// where the sum reaches the target, until the interval is a single value. Weights are
+// integers: the result is exact, ties included, and does not depend on any order.
+#pragma once
+
+#include "density.h"
+#include "fixed_point.h"
+
+constant int BINS = 256;
+
+// Low bits of a float that a value of this type never uses.
+METAL_FUNC uint spare_bits(float) {
+  return 0;
+}
+
+METAL_FUNC uint spare_bits(half) {
+  return 13;
+}
+
+METAL_FUNC uint spare_bits(bfloat) {
+  return 16;
+}
+
+// An integer that orders like z. Both zeros have one key.
+METAL_FUNC uint to_key(float z, uint spare) {
+  uint bits = z == 0.0f ? 0u : as_type<uint>(z);
+  return (bits >> 31 ? ~bits : bits | 0x80000000u) >> spare;
+}
+
+METAL_FUNC float from_key(uint key, uint spare) {
+  uint bits = key << spare;
+  bool negative = !(bits >> 31);
+  return as_type<float>(
+      negative ? ~(bits | ((1u << spare) - 1u)) : bits & 0x7fffffffu);
+}
+
+// The keys from low to high in bins, the largest first. Bins of equal width in z
+// spread the values of a row best, bins of equal width in keys can split any interval.
+struct Bins {
+  uint low;
+  uint high;
+  uint shift;
+  bool by_value;
+  float top;
+  float per_unit;
+};
+
+METAL_FUNC int bin_of(Bins bins, uint key, float z) {
+  if (bins.by_value) {
+    float x = (bins.top - z) * bins.per_unit;
+    return x < float(BINS - 1) ? int(x) : BINS - 1;
+  }
+  return int((bins.high - key) >> bins.shift);
+}
+
+METAL_FUNC Bins make_bins(uint low, uint high, uint spare, bool first) {
+  Bins bins = {low, high, 0, false, 0.0f, 0.0f};
+  uint width = high - low;
+  if (first && width >= uint(BINS)) {
+    float bottom = from_key(low, spare);
+    bins.by_value = true;
+    bins.top = from_key(high, spare);
+    // Without a lower bound: what lies more than 32 below the top is not likely to
+    // matter.
+    float range = bottom > LOWEST ? bins.top - bottom : 32.0f;
+    bins.per_unit = metal::clamp(float(BINS) / range, 1e-30f, 1e30f);
+  }
+  while ((width >> bins.shift) >= uint(BINS)) {
+    ++bins.shift;
+  }
+  return bins;
+}
+
+// The smallest key from low on whose bin is at most `bin`, high + 1 if there is none.
+METAL_FUNC uint first_key(Bins bins, int bin, uint spare) {
+  uint low = bins.low;
+  uint high = bins.high + 1u;
+  while (low < high) {
+    uint middle = low + (high - low) / 2u;
+    if (bin_of(bins, middle, from_key(middle, spare)) <= bin) {
+      high = middle;
+    } else {
+      low = middle + 1u;
+    }
+  }
+  return low;
+}
+
+// A running sum of one thread that goes to the histogram when the bin changes: rows of
+// equal logits would otherwise queue for a single bin.
+struct Run {
+  int bin;
+  ulong sum;
+};
+
+METAL_FUNC void flush(threadgroup atomic_uint* histogram, Run run) {
+  uint low = uint(run.sum);
+  uint high = uint(run.sum >> 32);
+  uint old = atomic_fetch_add_explicit(
+      &histogram[2 * run.bin], low, memory_order_relaxed);
+  high += old + low < low ? 1u : 0u;
+  if (high > 0) {
+    atomic_fetch_add_explicit(
+        &histogram[2 * run.bin + 1], high, memory_order_relaxed);
+  }
+}
+
+METAL_FUNC Run add_to(
+    threadgroup atomic_uint* histogram,
+    Run run,
+    Bins bins,
+    uint key,
+    float z,
+    ulong weight) {
+  int bin = bin_of(bins, key, z);
+  if (bin != run.bin) {
+    if (run.sum > 0) {
+      flush(histogram, run);
+    }
+    run = Run{bin, 0ul};
+  }
+  run.sum += weight;
+  return run;
+}
+
+// The maxima of the groups of a row, each with weight 1.
+struct Maxima {
+  const device float* data;
+  int size;
+};
+
+METAL_FUNC void add_all(
+    threadgroup atomic_uint* histogram,
+    Maxima maxima,
+    Bins bins,
+    uint spare,
+    Team team) {
+  Run run = {0, 0ul};
+  for (int i = int(team.thread_index); i < maxima.size; i += int(team.threads)) {
+    float z = maxima.data[i];
+    uint key = to_key(z, spare);
+    if (key >= bins.low && key <= bins.high) {
+      run = add_to(histogram, run, bins, key, z, 1ul);
+    }
+  }
+  if (run.sum > 0) {
+    flush(histogram, run);
+  }
+}
+
+// The logits of a row, weighted by their probability or each with weight 1. Groups of
+// which no logit can reach the interval are not read.
+template <typename T>
+struct Weighted {
+  Row<T> row;
+  Maxima maxima;
+  Density density;
+  bool count;
+};
+
+template <typename T>
+METAL_FUNC ulong weight_of(Weighted<T> x, float z) {
+  return x.count ? 1ul : fixed_point(probability(x.density, -1, z));
+}
+
+// The group that a simdgroup looks at in turn `step` and lane `lane`: neighbours,
+// which often reach the threshold together, go to different simdgroups.
+METAL_FUNC int group_of(int step, int lane, Team team) {
+  return (step * 32 + lane) * int(team.simdgroups) + int(team.simdgroup);
+}
+
+METAL_FUNC int steps_of(int groups, Team team) {
+  int all = int(team.simdgroups) * 32;
+  return (groups + all - 1) / all;
+}
+
+METAL_FUNC float maximum_of(Maxima maxima, int group) {
+  return group < maxima.size ? maxima.data[group] : -INFINITY;
+}
+
+template <typename T>
+METAL_FUNC void add_all(
+    threadgroup atomic_uint* histogram,
+    Weighted<T> x,
+    Bins bins,
+    uint spare,
+    Team team) {
+  Run run = {0, 0ul};
+  float lowest = from_key(bins.low, spare);
+  for (int step = 0; step < steps_of(x.maxima.size, team); ++step) {
+    float mine = maximum_of(x.maxima, group_of(step, int(team.lane), team));
+    for (int lane = 0; lane < 32; ++lane) {
+      int group = group_of(step, lane, team);
+      if (simd_broadcast(mine, ushort(lane)) < lowest || group >= x.maxima.size) {
+        continue;
+      }
+      Eight e = load8(x.row, group * GROUP + int(team.lane) * 8);
+      for (int i = 0; i < 8; ++i) {
+        uint key = to_key(e.z[i], spare);
+        if (key >= bins.low && key <= bins.high) {
+          run = add_to(histogram, run, bins, key, e.z[i], weight_of(x, e.z[i]));
+        }
+      }
+    }
+  }
+  if (run.sum > 0) {
+    flush(histogram, run);
+  }
+}
+
+// The bin where the sum from bin 0 on passes the threshold, -1 if it never does, and
+// what is left of the threshold there.
+METAL_FUNC Pick
+pick_bin(threadgroup atomic_uint* histogram, ulong threshold, uint lane) {
+  int each = BINS / 32;
+  ulong sums[8];
+  ulong mine = 0;
+  for (int i = 0; i < each; ++i) {
+    int bin = int(lane) * each + i;
+    ulong low = atomic_load_explicit(&histogram[2 * bin], memory_order_relaxed);
+    ulong high =
+        atomic_load_explicit(&histogram[2 * bin + 1], memory_order_relaxed);
+    sums[i] = (high << 32) + low;
+    mine += sums[i];
+  }
+  Pick found = pick(mine, threshold, lane);
+  if (found.rest == TAKE_LAST) {
+    return Pick{-1, 0ul};
+  }
+  int bin = 0;
+  ulong rest = found.rest;
+  for (; bin < each - 1 && sums[bin] <= rest; ++bin) {
+    rest -= sums[bin];
+  }
+  uint from = uint(found.lane);
+  return Pick{
+      simd_shuffle(int(lane) * each + bin, ushort(from)), shuffle(rest, from)};
+}
+
+// The largest t in [bottom, top] for which the weights of {z >= t} reach `target`, or
+// with `exact` off some t a little below it. -INFINITY if they never do.
+template <typename Source>
+METAL_FUNC float find_threshold(
+    Source source,
+    float bottom,
+    float top,
+    uint spare,
+    ulong target,
+    bool exact,
+    threadgroup atomic_uint* histogram,
+    Team team) {
+  uint low = to_key(bottom, spare);
+  uint high = to_key(top, spare);
+  ulong threshold = metal::max(target, 1ul) - 1ul;
+  for (bool first = true; first || (exact && low < high); first = false) {
+    Bins bins = make_bins(low, high, spare, first);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint i = team.thread_index; i < 2u * uint(BINS); i += team.threads) {
+      atomic_store_explicit(&histogram[i], 0u, memory_order_relaxed);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    add_all(histogram, source, bins, spare, team);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    Pick bin = pick_bin(histogram, threshold, team.lane);
+    if (bin.lane < 0) {
+      return -INFINITY;
+    }
+    threshold = bin.rest;
+    low = first_key(bins, bin.lane, spare);
+    if (bin.lane > 0) {
+      high = first_key(bins, bin.lane - 1, spare) - 1u;
+    }
+  }
+  return from_key(low, spare);
+}
+
+// The weight of {z >= t}, in every thread. `sums` has one value a simdgroup.
+template <typename T>
+METAL_FUNC ulong
+total_weight(Weighted<T> x, float t, threadgroup ulong* sums, Team team) {
+  ulong sum = 0;
+  for (int step = 0; step < steps_of(x.maxima.size, team); ++step) {
+    float mine = maximum_of(x.maxima, group_of(step, int(team.lane), team));
+    for (int lane = 0; lane < 32; ++lane) {
+      int group = group_of(step, lane, team);
+      if (simd_broadcast(mine, ushort(lane)) < t || group >= x.maxima.size) {
+        continue;
+      }
+      Eight e = load8(x.row, group * GROUP + int(team.lane) * 8);
+      for (int i = 0; i < 8; ++i) {
+        sum += e.z[i] >= t ? weight_of(x, e.z[i]) : 0ul;
+      }
+    }
+  }
+  sum = simd_total(sum);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (team.lane == 0) {
+    sums[team.simdgroup] = sum;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return simd_total(team.lane < team.simdgroups ? sums[team.lane] : 0ul);
+}
+
+// The k-th largest logit.
+template <typename T>
+METAL_FUNC float find_top_k(
+    Weighted<T> x,
+    int k,
+    threadgroup atomic_uint* histogram,
+    Team team) {
+  float top = x.density.ref;
+  float bottom = -INFINITY;
+  ulong target = ulong(k);
+  if (k <= x.maxima.size) {
+    // k groups reach the k-th largest maximum, so at least k logits do.
+    bottom = find_threshold(
+        x.maxima, bottom, top, 0u, target, false, histogram, team);
+  }
+  x.count = true;
+  return find_threshold(
+      x, bottom, top, spare_bits(T(0.0f)), target, true, histogram, team);
+}
+
+// The smallest kept logit of {z >= from} that holds `top_p` of its mass.
+template <typename T>
+METAL_FUNC float find_top_p(
+    Weighted<T> x,
+    float from,
+    float top_p,
+    threadgroup atomic_uint* histogram,
+    threadgroup ulong* sums,
+    Team team) {
+  Density d = x.density;
+  ulong all = ONE;
+  float bottom = from;
+  if (from > -INFINITY) {
+    all = total_weight(x, from, sums, team);
+  } else {
+    // All logits below this together have half of the mass that may be cut.
+    float cut = 0.5f * (1.0f - top_p) / (d.scale * float(x.row.size));
+    bottom = metal::min(d.ref + metal::log(cut) / d.inv_t, d.ref);
+  }
+  ulong target = scale_by(all, fine_uniform(top_p, 0.0f));
+  return find_threshold(
+      x, bottom, d.ref, spare_bits(T(0.0f)), target, true, histogram, team);
+}
+
+// Adds the filters to a density, see SamplingParams. The whole threadgroup takes part.
+template <typename T>
+METAL_FUNC Density filter(
+    Row<T> row,
+    Maxima maxima,
+    Partial sums_of_row,
+    Sampling params,
+    threadgroup atomic_uint* histogram,
+    threadgroup ulong* sums,
+    Team team) {
+  float inv_t = inverse_temperature(params.temperature);
+  Density d = make_density(sums_of_row, inv_t, -INFINITY);
+  if (!is_valid(params) || d.usable == 0) {
+    return unusable_density();
+  }
+  if (d.point >= 0) {
+    return d;
+  }
+  Weighted<T> x = {row, maxima, d, false};
+  if (!params.temperature_first) {
+    x.density.inv_t = 1.0f;
+    x.density.scale = 1.0f / sums_of_row.sum;
+  }
+  float t = -INFINITY;
+  if (params.top_k > 0.0f && params.top_k < float(row.size)) {
+    t = find_top_k(x, int(params.top_k), histogram, team);
+  }
+  if (params.top_p < 1.0f) {
+    float from = params.temperature_first ? t : -INFINITY;
+    t = metal::max(
+        t, find_top_p(x, from, params.top_p, histogram, sums, team));
+  }
+  if (params.min_p > 0.0f) {
+    t = metal::max(t, d.ref + metal::log(params.min_p) / x.density.inv_t);
+  }
+  if (t > -INFINITY) {
+    x.density = d;
+    d.threshold = t;
+    d.scale /= from_fixed_point(total_weight(x, t, sums, team));
+  }
+  return d;
+}

@@ -1,0 +1,532 @@
+// Exact verification of drafted tokens. First dispatch: the sums of every chunk of
+// every row. Second, without filters: every threadgroup finds the row where its
+// sequence stops and sums one chunk of what is drawn there; with filters: one
+// threadgroup a target row finds its threshold. Third: one threadgroup a sequence
+// draws and writes the results.
+#pragma once
+
+#include "draw.h"
+#include "threshold.h"
+
+template <typename T>
+struct VerifyInputs {
+  const device T* target_logits;
+  const device T* draft_logits;
+  const device int* draft_tokens;
+  const device float* uniforms;
+  const device float* temperature;
+  const device float* draft_temperature;
+  const device float* draft_stats;
+  const device int* draft_lengths;
+  const device uint* allowed;
+  const device Partial* partials;
+  const device float* maxima; // with filters
+  const device Density* densities; // with filters
+};
+
+METAL_FUNC int draft_length(
+    const device int* draft_lengths,
+    constant VerifyDraftParams& params,
+    int b) {
+  return params.has_draft_lengths != 0
+      ? draft_lengths[long(b) * params.lengths_stride]
+      : params.drafts;
+}
+
+template <typename T>
+METAL_FUNC Row<T> target_row(
+    const device T* logits,
+    const device uint* allowed,
+    constant VerifyDraftParams& params,
+    int b,
+    int i) {
+  return Row<T>{
+      logits + long(b) * params.target_strides[0] +
+          long(i) * params.target_strides[1],
+      allowed + long(b) * params.allowed_strides[0] +
+          long(i) * params.allowed_strides[1],
+      params.vocab,
+      params.aligned != 0,
+      params.has_allowed != 0};
+}
+
+template <typename T>
+METAL_FUNC Row<T> draft_row(
+    const device T* logits,
+    const device uint* allowed,
+    constant VerifyDraftParams& params,
+    int b,
+    int i) {
+  return Row<T>{
+      logits + long(b) * params.draft_strides[0] +
+          long(i) * params.draft_strides[1],
+      allowed,
+      params.vocab,
+      params.aligned != 0,
+      false};
+}
+
+// Rows of partials: the B * T of the target, then the B * K of the draft.
+METAL_FUNC const device Partial* target_partials(
+    const device Partial* partials,
+    constant VerifyDraftParams& params,
+    int b,
+    int i) {
+  long r = long(b) * (params.drafts + 1) + i;
+  return partials + r * params.chunks;
+}
+
+METAL_FUNC const device Partial* draft_partials(
+    const device Partial* partials,
+    constant VerifyDraftParams& params,
+    int b,
+    int i) {
+  long r = long(params.batch) * (params.drafts + 1) +
+      long(b) * params.drafts + i;
+  return partials + r * params.chunks;
+}
+
+// 1 / temperature and threshold of what draft i was drawn from, see
+// inverse_temperature(). The log-sum-exp in the stats is too coarse at low
+// temperatures: it is summed anew.
+METAL_FUNC Scaling draft_scaling(
+    const device float* stats,
+    const device float* temperature,
+    constant VerifyDraftParams& params,
+    int b,
+    int i) {
+  if (params.has_draft_stats == 0) {
+    float t = temperature[b * params.draft_temperature_stride];
+    return Scaling{inverse_temperature(t), -INFINITY};
+  }
+  stats += long(b) * params.stats_strides[0] + long(i) * params.stats_strides[1];
+  return Scaling{is_unusable(stats[0]) ? -1.0f : stats[2], stats[1]};
+}
+
+template <typename T>
+kernel void verify_draft_partials(
+    const device T* target_logits [[buffer(0)]],
+    const device T* draft_logits [[buffer(1)]],
+    const device float* temperature [[buffer(4)]],
+    const device float* draft_temperature [[buffer(8)]],
+    const device float* draft_stats [[buffer(9)]],
+    const device int* draft_lengths [[buffer(10)]],
+    const device uint* allowed [[buffer(11)]],
+    device Partial* partials [[buffer(12)]],
+    device float* maxima [[buffer(13)]],
+    constant VerifyDraftParams& params [[buffer(20)]],
+    uint2 position [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint threads [[threads_per_threadgroup]]) {
+  TG_ARRAY(Partial, scratch, 32);
+  int rows = params.drafts + 1;
+  int r = int(position.x);
+  bool draft = r >= params.batch * rows;
+  int q = r - params.batch * rows;
+  int b = draft ? q / params.drafts : r / rows;
+  int i = draft ? q % params.drafts : r % rows;
+  // Rows that can not be reached are not read.
+  int length = draft_length(draft_lengths, params, b);
+  if (draft ? i >= length : i > length) {
+    return;
+  }
+  Scaling scaling = {
+      inverse_temperature(temperature[b * params.temperature_stride]),
+      -INFINITY};
+  if (draft) {
+    scaling = draft_scaling(draft_stats, draft_temperature, params, b, i);
+  }
+  scaling.inv_t = finite(scaling.inv_t);
+  int begin = int(position.y) * params.chunk;
+  reduce_chunk(
+      draft ? draft_row(draft_logits, allowed, params, b, i)
+            : target_row(target_logits, allowed, params, b, i),
+      begin,
+      metal::min(begin + params.chunk, params.vocab),
+      scaling,
+      params.filtered != 0 && !draft,
+      maxima + long(r) * params.groups,
+      partials + long(r) * params.chunks + int(position.y),
+      scratch,
+      make_team(thread_index, threads));
+}
+
+template <typename T>
+kernel void verify_draft_threshold(
+    const device T* target_logits [[buffer(0)]],
+    const device float* temperature [[buffer(4)]],
+    const device float* top_k [[buffer(5)]],
+    const device float* top_p [[buffer(6)]],
+    const device float* min_p [[buffer(7)]],
+    const device int* draft_lengths [[buffer(10)]],
+    const device uint* allowed [[buffer(11)]],
+    const device Partial* partials [[buffer(12)]],
+    const device float* maxima [[buffer(13)]],
+    device Density* densities [[buffer(14)]],
+    constant VerifyDraftParams& params [[buffer(20)]],
+    uint r [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint threads [[threads_per_threadgroup]]) {
+  TG_ARRAY(atomic_uint, histogram, 2 * BINS);
+  TG_ARRAY(ulong, sums, 32);
+  Team team = make_team(thread_index, threads);
+  int b = int(r) / (params.drafts + 1);
+  int i = int(r) % (params.drafts + 1);
+  if (i > draft_length(draft_lengths, params, b)) {
+    return;
+  }
+  Sampling sampling = {
+      temperature[b * params.temperature_stride],
+      top_k[b * params.top_k_stride],
+      top_p[b * params.top_p_stride],
+      min_p[b * params.min_p_stride],
+      params.temperature_first != 0};
+  Partial whole = combine(
+      target_partials(partials, params, b, i),
+      params.chunks,
+      finite(inverse_temperature(sampling.temperature)),
+      team.lane);
+  Maxima groups = {maxima + long(r) * params.groups, params.groups};
+  Density d = filter(
+      target_row(target_logits, allowed, params, b, i),
+      groups,
+      whole,
+      sampling,
+      histogram,
+      sums,
+      team);
+  if (team.thread_index == 0) {
+    densities[r] = d;
+  }
+}
+
+template <typename T>
+METAL_FUNC Density target_density(
+    VerifyInputs<T> in,
+    constant VerifyDraftParams& params,
+    int b,
+    int i,
+    uint lane) {
+  if (params.filtered != 0) {
+    return in.densities[b * (params.drafts + 1) + i];
+  }
+  float inv_t =
+      inverse_temperature(in.temperature[b * params.temperature_stride]);
+  Partial whole = combine(
+      target_partials(in.partials, params, b, i),
+      params.chunks,
+      finite(inv_t),
+      lane);
+  return make_density(whole, inv_t, -INFINITY);
+}
+
+template <typename T>
+METAL_FUNC Density draft_density(
+    VerifyInputs<T> in,
+    constant VerifyDraftParams& params,
+    int b,
+    int i,
+    int token,
+    uint lane) {
+  if (params.has_draft_logits == 0) {
+    return point_density(token);
+  }
+  Scaling scaling =
+      draft_scaling(in.draft_stats, in.draft_temperature, params, b, i);
+  if (scaling.inv_t == INFINITY) {
+    return point_density(token);
+  }
+  Partial whole = combine(
+      draft_partials(in.partials, params, b, i),
+      params.chunks,
+      finite(scaling.inv_t),
+      lane);
+  return make_density(whole, scaling.inv_t, scaling.floor);
+}
+
+METAL_FUNC Decision unusable_decision() {
+  Density d = unusable_density();
+  return Decision{d, d, -1, 0, 0, 0.0f};
+}
+
+// What happens in row i if all drafts before it were accepted, in every lane.
+template <typename T>
+METAL_FUNC Decision judge(
+    VerifyInputs<T> in,
+    constant VerifyDraftParams& params,
+    int b,
+    int i,
+    int length,
+    uint lane) {
+  Decision d = unusable_decision();
+  d.target = target_density(in, params, b, i, lane);
+  if (d.target.usable == 0) {
+    return d;
+  }
+  if (i == length) {
+    d.row = i;
+    d.bonus = 1;
+    return d;
+  }
+  int token = in.draft_tokens
+                  [long(b) * params.tokens_strides[0] +
+                   long(i) * params.tokens_strides[1]];
+  if (token < 0 || token >= params.vocab) {
+    return d;
+  }
+  float z = load1(target_row(in.target_logits, in.allowed, params, b, i), token);
+  float p = probability(d.target, token, z);
+  bool accepted = p > 0.0f;
+  if (d.target.point < 0) {
+    d.draft = draft_density(in, params, b, i, token, lane);
+    float q = 1.0f;
+    if (d.draft.point < 0) {
+      float y = load1(draft_row(in.draft_logits, in.allowed, params, b, i), token);
+      q = probability(d.draft, token, y);
+    }
+    if (d.draft.usable == 0 || !(q > 0.0f && q < INFINITY)) {
+      return d;
+    }
+    float u = in.uniforms[long(b) * params.uniforms_stride + i];
+    accepted = u * metal::min(q, 1.0f) < p;
+  }
+  d.row = i;
+  d.accepted = accepted ? 1 : 0;
+  d.logprob = log_softmax(d.target, z);
+  return d;
+}
+
+// Where sequence b stops, in every thread. Each simdgroup judges one row at a time.
+// With `logprobs` wanted, those of the accepted drafts are written.
+template <typename T>
+METAL_FUNC Decision decide(
+    VerifyInputs<T> in,
+    constant VerifyDraftParams& params,
+    int b,
+    bool want_logprobs,
+    device float* logprobs,
+    threadgroup Decision* rows,
+    Team team) {
+  int length = draft_length(in.draft_lengths, params, b);
+  if (length < 0 || length > params.drafts) {
+    return unusable_decision();
+  }
+  int step = int(team.simdgroups);
+  for (int first = 0; first <= length; first += step) {
+    int i = first + int(team.simdgroup);
+    if (i <= length) {
+      Decision mine = judge(in, params, b, i, length, team.lane);
+      if (team.lane == 0) {
+        rows[team.simdgroup] = mine;
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    int count = metal::min(step, length + 1 - first);
+    int stop = 0;
+    while (stop < count && rows[stop].accepted != 0) {
+      ++stop;
+    }
+    int mine = int(team.thread_index);
+    if (want_logprobs && mine < stop) {
+      logprobs[long(b) * (params.drafts + 1) + first + mine] = rows[mine].logprob;
+    }
+    if (stop < count) {
+      return rows[stop];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  return unusable_decision();
+}
+
+template <typename T>
+METAL_FUNC Weights<T> weights_of(
+    VerifyInputs<T> in,
+    constant VerifyDraftParams& params,
+    int b,
+    Decision d) {
+  int draft_index = metal::min(d.row, metal::max(params.drafts - 1, 0));
+  return Weights<T>{
+      target_row(in.target_logits, in.allowed, params, b, d.row),
+      draft_row(in.draft_logits, in.allowed, params, b, draft_index),
+      d.target,
+      d.draft,
+      d.bonus == 0,
+      params.filtered != 0,
+      in.maxima + (long(b) * (params.drafts + 1) + d.row) * params.groups};
+}
+
+template <typename T>
+kernel void verify_draft_residual(
+    const device T* target_logits [[buffer(0)]],
+    const device T* draft_logits [[buffer(1)]],
+    const device int* draft_tokens [[buffer(2)]],
+    const device float* uniforms [[buffer(3)]],
+    const device float* temperature [[buffer(4)]],
+    const device float* draft_temperature [[buffer(8)]],
+    const device float* draft_stats [[buffer(9)]],
+    const device int* draft_lengths [[buffer(10)]],
+    const device uint* allowed [[buffer(11)]],
+    const device Partial* partials [[buffer(12)]],
+    const device float* maxima [[buffer(13)]],
+    const device Density* densities [[buffer(14)]],
+    device ulong* chunk_sums [[buffer(15)]],
+    device Decision* decisions [[buffer(16)]],
+    device float* logprobs [[buffer(19)]],
+    constant VerifyDraftParams& params [[buffer(20)]],
+    uint2 position [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint threads [[threads_per_threadgroup]]) {
+  TG_ARRAY(Decision, rows, 32);
+  TG_ARRAY(ulong, sums, 32);
+  Team team = make_team(thread_index, threads);
+  int chunk = int(position.x);
+  int b = int(position.y);
+  VerifyInputs<T> in = {
+      target_logits,
+      draft_logits,
+      draft_tokens,
+      uniforms,
+      temperature,
+      draft_temperature,
+      draft_stats,
+      draft_lengths,
+      allowed,
+      partials,
+      maxima,
+      densities};
+  Decision d = decide(in, params, b, chunk == 0, logprobs, rows, team);
+  if (chunk == 0 && team.thread_index == 0) {
+    decisions[b] = d;
+  }
+  if (d.row < 0 || d.target.point >= 0) {
+    return;
+  }
+  int begin = chunk * (params.chunk / GROUP);
+  int end = metal::min(begin + params.chunk / GROUP, params.groups);
+  ulong sum =
+      sum_groups(weights_of(in, params, b, d), begin, end, sums, team);
+  if (team.thread_index == 0) {
+    chunk_sums[long(b) * params.chunks + chunk] = sum;
+  }
+}
+
+// The token drawn where the sequence stops, below 0 if unusable.
+template <typename T>
+METAL_FUNC int draw_token(
+    VerifyInputs<T> in,
+    constant VerifyDraftParams& params,
+    int b,
+    Decision d,
+    const device ulong* chunk_sums,
+    threadgroup ulong* sums,
+    threadgroup int* result,
+    Team team) {
+  if (d.row < 0) {
+    return -1;
+  }
+  if (d.target.point >= 0) {
+    return d.target.point;
+  }
+  const device float* pair =
+      in.uniforms + long(b) * params.uniforms_stride + params.drafts;
+  ulong u = fine_uniform(pair[0], pair[1]);
+  Weights<T> x = weights_of(in, params, b, d);
+  StoredWeights chunks = {chunk_sums + long(b) * params.chunks};
+  int token = x.filtered
+      ? draw_from_row(x, params.groups, u, sums, result, team)
+      : draw_from_chunks(
+            x, chunks, params.chunks, params.chunk, u, sums, result, team);
+  if (token == -1 && x.residual) {
+    // p and q are equal up to rounding.
+    x.residual = false;
+    token = draw_from_row(x, params.groups, u, sums, result, team);
+  }
+  return token;
+}
+
+template <typename T>
+METAL_FUNC void write_results(
+    VerifyInputs<T> in,
+    constant VerifyDraftParams& params,
+    int b,
+    Decision d,
+    int token,
+    device int* tokens,
+    device int* accepted,
+    device float* logprobs,
+    Team team) {
+  int size = params.drafts + 1;
+  int row = token < 0 ? -1 : d.row;
+  for (int i = int(team.thread_index); i < size; i += int(team.threads)) {
+    long at = long(b) * size + i;
+    if (i < row) {
+      tokens[at] = in.draft_tokens
+                       [long(b) * params.tokens_strides[0] +
+                        long(i) * params.tokens_strides[1]];
+    } else if (i == row) {
+      tokens[at] = token;
+      logprobs[at] = log_softmax(
+          d.target,
+          load1(target_row(in.target_logits, in.allowed, params, b, i), token));
+    } else {
+      tokens[at] = -1;
+      logprobs[at] = 0.0f;
+    }
+  }
+  if (team.thread_index == 0) {
+    accepted[b] = row;
+  }
+}
+
+template <typename T>
+kernel void verify_draft_draw(
+    const device T* target_logits [[buffer(0)]],
+    const device T* draft_logits [[buffer(1)]],
+    const device int* draft_tokens [[buffer(2)]],
+    const device float* uniforms [[buffer(3)]],
+    const device float* temperature [[buffer(4)]],
+    const device float* draft_temperature [[buffer(8)]],
+    const device float* draft_stats [[buffer(9)]],
+    const device int* draft_lengths [[buffer(10)]],
+    const device uint* allowed [[buffer(11)]],
+    const device Partial* partials [[buffer(12)]],
+    const device float* maxima [[buffer(13)]],
+    const device Density* densities [[buffer(14)]],
+    const device ulong* chunk_sums [[buffer(15)]],
+    const device Decision* decisions [[buffer(16)]],
+    device int* tokens [[buffer(17)]],
+    device int* accepted [[buffer(18)]],
+    device float* logprobs [[buffer(19)]],
+    constant VerifyDraftParams& params [[buffer(20)]],
+    uint position [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint threads [[threads_per_threadgroup]]) {
+  TG_ARRAY(Decision, rows, 32);
+  TG_ARRAY(ulong, sums, 32);
+  TG_ARRAY(int, result, 1);
+  Team team = make_team(thread_index, threads);
+  int b = int(position);
+  VerifyInputs<T> in = {
+      target_logits,
+      draft_logits,
+      draft_tokens,
+      uniforms,
+      temperature,
+      draft_temperature,
+      draft_stats,
+      draft_lengths,
+      allowed,
+      partials,
+      maxima,
+      densities};
+  Decision d;
+  if (params.filtered != 0) {
+    d = decide(in, params, b, true, logprobs, rows, team);
+  } else {
+    d = decisions[b];
+  }
+  int token =
+      draw_token(in, params, b, d, chunk_sums, sums, result, team);
+  threadgroup_barrier(mem_flags::mem_device);
+  write_results(in, params, b, d, token, tokens, accepted, logprobs, team);
+}
