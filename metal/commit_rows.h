@@ -1,5 +1,5 @@
-// Writes the first count[b] staged rows of each sequence into a cache, one unit of a
-// row a thread.
+// Writes the first count[b] staged rows of each sequence into a cache, one unit
+// of a row a thread.
 #pragma once
 
 #include "params.h"
@@ -36,7 +36,7 @@ kernel void commit_rows(
   // The sum of two slots may not fit in 32 bits.
   int slot = i < slots - first ? first + i : i - (slots - first);
   long to = (long(b) * params.heads + h) * params.slots + slot;
-  cache[to * params.units + d] =
-      rows[long(b) * params.rows_strides[0] + long(h) * params.rows_strides[1] +
-           long(i) * params.rows_strides[2] + d];
+  cache[to * params.units + d] = rows
+      [long(b) * params.rows_strides[0] + long(h) * params.rows_strides[1] +
+       long(i) * params.rows_strides[2] + d];
 }

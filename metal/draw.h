@@ -12,7 +12,8 @@ struct Weights {
   Density p;
   Density q;
   bool residual;
-  // With filters: the maximum of each group. Groups below the threshold are not read.
+  // With filters: the maximum of each group. Groups below the threshold are not
+  // read.
   bool filtered;
   const device float* maxima;
 };
@@ -49,15 +50,16 @@ METAL_FUNC int first_group(int begin, int end, uint simdgroup, Team team) {
   return metal::min(begin + int(simdgroup) * each, end);
 }
 
-// Whether group `first` + `lane` can have a weight.
+// Which of the 32 groups from `first` on can have a weight.
 template <typename T>
-METAL_FUNC bool is_hot(Weights<T> x, int first, int end, uint lane) {
+METAL_FUNC uint hot_groups(Weights<T> x, int first, int end, uint lane) {
   int group = first + int(lane);
-  return group < end && (!x.filtered || x.maxima[group] >= x.p.threshold);
+  return ballot(
+      group < end && (!x.filtered || x.maxima[group] >= x.p.threshold));
 }
 
-// The weight of the groups [begin, end), in every thread. `sums` has one value a
-// simdgroup and keeps the weight of its share for find_id().
+// The weight of the groups [begin, end), in every thread. `sums` has one value
+// a simdgroup and keeps the weight of its share for find_id().
 template <typename T>
 METAL_FUNC ulong sum_groups(
     Weights<T> x,
@@ -69,12 +71,10 @@ METAL_FUNC ulong sum_groups(
   int last = first_group(begin, end, team.simdgroup + 1, team);
   for (int first = first_group(begin, end, team.simdgroup, team); first < last;
        first += 32) {
-    int hot = is_hot(x, first, last, team.lane) ? 1 : 0;
-    for (int i = 0; i < 32; ++i) {
-      if (simd_broadcast(hot, ushort(i)) == 0) {
-        continue;
-      }
-      sum += weights8(x, (first + i) * GROUP + int(team.lane) * 8).sum;
+    uint hot = hot_groups(x, first, last, team.lane);
+    for (; hot != 0; hot &= hot - 1u) {
+      int group = first + int(metal::ctz(hot));
+      sum += weights8(x, group * GROUP + int(team.lane) * 8).sum;
     }
   }
   sum = simd_total(sum);
@@ -88,7 +88,8 @@ METAL_FUNC ulong sum_groups(
 
 // The id in a group where the running sum passes `threshold`, in every lane.
 template <typename T>
-METAL_FUNC int find_in_group(Weights<T> x, int group, ulong threshold, uint lane) {
+METAL_FUNC int
+find_in_group(Weights<T> x, int group, ulong threshold, uint lane) {
   int id = group * GROUP + int(lane) * 8;
   EightWeights w = weights8(x, id);
   Pick found = pick(w.sum, threshold, lane);
@@ -107,8 +108,9 @@ METAL_FUNC int find_in_group(Weights<T> x, int group, ulong threshold, uint lane
   return simd_shuffle(last, ushort(metal::max(found.lane, 0)));
 }
 
-// The id in the groups [begin, end) where the running sum passes `threshold`, or the
-// last one with a weight; after sum_groups() with a sum that is not 0. In every thread.
+// The id in the groups [begin, end) where the running sum passes `threshold`,
+// or the last one with a weight; after sum_groups() with a sum that is not 0.
+// In every thread.
 template <typename T>
 METAL_FUNC int find_id(
     Weights<T> x,
@@ -128,19 +130,16 @@ METAL_FUNC int find_id(
     for (int first = first_group(begin, end, team.simdgroup, team);
          first < last && !passed;
          first += 32) {
-      int hot = is_hot(x, first, last, team.lane) ? 1 : 0;
-      for (int i = 0; i < 32 && !passed; ++i) {
-        if (simd_broadcast(hot, ushort(i)) == 0) {
-          continue;
-        }
-        int id = (first + i) * GROUP + int(team.lane) * 8;
+      uint hot = hot_groups(x, first, last, team.lane);
+      for (; hot != 0 && !passed; hot &= hot - 1u) {
+        int next = first + int(metal::ctz(hot));
+        int id = next * GROUP + int(team.lane) * 8;
         ulong sum = simd_total(weights8(x, id).sum);
-        if (sum == 0) {
-          continue;
+        if (sum > 0) {
+          group = next;
+          passed = sum > rest;
+          rest -= passed ? 0ul : sum;
         }
-        group = first + i;
-        passed = sum > rest;
-        rest -= passed ? 0ul : sum;
       }
     }
     int id = find_in_group(x, group, passed ? rest : TAKE_LAST, team.lane);
@@ -176,8 +175,8 @@ METAL_FUNC ulong chunk_weight(StoredWeights x, int chunk) {
   return x.sums[chunk];
 }
 
-// ... or from the sums of the chunks. These are rounded, so that a threshold can lie a
-// little behind the end of its chunk.
+// ... or from the sums of the chunks. These are rounded, so that a threshold
+// can lie a little behind the end of its chunk.
 struct PartialWeights {
   const device Partial* partials;
   Density density;
@@ -190,8 +189,8 @@ METAL_FUNC ulong chunk_weight(PartialWeights x, int chunk) {
       a.scaled_sum * metal::exp((a.max - d.ref) * d.inv_t) * d.scale);
 }
 
-// The chunk at quantile u and what is left of the threshold there, -1 if all weights
-// are 0.
+// The chunk at quantile u and what is left of the threshold there, -1 if all
+// weights are 0.
 template <typename Chunks>
 METAL_FUNC Pick pick_chunk(Chunks x, int chunks, ulong u, uint lane) {
   int each = (chunks + 31) / 32;
@@ -240,7 +239,6 @@ METAL_FUNC int draw_from_chunks(
   int groups = (x.target.size + GROUP - 1) / GROUP;
   int end = metal::min(begin + chunk_size / GROUP, groups);
   ulong total = sum_groups(x, begin, end, sums, team);
-  return total == 0
-      ? -1
-      : find_id(x, begin, end, found.rest, sums, result, team);
+  return total == 0 ? -1
+                    : find_id(x, begin, end, found.rest, sums, result, team);
 }

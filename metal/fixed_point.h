@@ -1,6 +1,6 @@
-// Probabilities as integers in units of 2^-60. Integer sums do not depend on their
-// order, so all dispatches agree on every sum to the last bit, and the error of a sum
-// over a whole vocabulary stays below 2^-40.
+// Probabilities as integers in units of 2^-60. Integer sums do not depend on
+// their order, so all dispatches agree on every sum to the last bit, and the
+// error of a sum over a whole vocabulary stays below 2^-40.
 #pragma once
 
 #include "prelude.h"
@@ -58,9 +58,9 @@ METAL_FUNC ulong simd_prefix(ulong x, uint lane) {
   return x;
 }
 
-// The lane where the running sum of the weights passes the threshold and how much of
-// the threshold is left in it. If it never does, the last lane with a weight and
-// TAKE_LAST. Lane -1 if no lane has a weight.
+// The lane where the running sum of the weights passes the threshold and how
+// much of the threshold is left in it. If it never does, the last lane with a
+// weight and TAKE_LAST. Lane -1 if no lane has a weight.
 struct Pick {
   int lane;
   ulong rest;

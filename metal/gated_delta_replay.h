@@ -1,5 +1,6 @@
-// The Gated DeltaNet recurrence. One simdgroup owns one value row of a head, spread
-// over its lanes: the state is read once, stays in registers, and is written once.
+// The Gated DeltaNet recurrence. One simdgroup owns one value row of a head,
+// spread over its lanes: the state is read once, stays in registers, and is
+// written once.
 #pragma once
 
 #include "params.h"
@@ -37,7 +38,8 @@ kernel void gated_delta_replay(
   long at = (long(b) * params.value_heads + h) * params.value_dim + row;
   state += at * params.key_dim;
   out += at * params.key_dim;
-  y += (long(b) * params.steps * params.value_heads + h) * params.value_dim + row;
+  y += (long(b) * params.steps * params.value_heads + h) * params.value_dim +
+      row;
 
   float s[N];
   for (int j = 0; j < N; ++j) {

@@ -1,5 +1,6 @@
 #include "gated_delta_replay.h"
 
+// clang-format off
 #define instantiate_gated_delta_replay(name, type)                       \
   instantiate_kernel(                                                    \
       "gated_delta_replay_" #name "_128", gated_delta_replay, type, 128) \
@@ -8,4 +9,4 @@
 
 instantiate_gated_delta_replay(float32, float)
 instantiate_gated_delta_replay(float16, half)
-instantiate_gated_delta_replay(bfloat16, bfloat)
+instantiate_gated_delta_replay(bfloat16, bfloat) // clang-format on

@@ -28,7 +28,8 @@ struct Decision {
   Density target;
   Density draft; // without meaning after a bonus
   int row; // number of drafts accepted before, -1: unusable
-  int accepted; // 1: the draft of this row as well, so that it does not stop here
+  int accepted; // 1: the draft of this row as well, so that it does not stop
+                // here
   int bonus; // 1: no draft left, draw from the target alone
   float logprob; // of the accepted draft
 };
@@ -56,7 +57,8 @@ struct SampleParams {
 
 struct VerifyDraftParams {
   int vocab; // V
-  int chunk; // logits a threadgroup of the first two dispatches, multiple of 256
+  int chunk; // logits a threadgroup of the first two dispatches, multiple of
+             // 256
   int chunks; // ceil(V / chunk)
   int groups; // ceil(V / 256)
   int batch; // B

@@ -6,8 +6,10 @@
 
 #ifdef __METAL_VERSION__
 #define TG_ARRAY(T, name, N) threadgroup T name[N]
+// clang-format off
 #define instantiate_kernel(name, func, ...) \
-  template [[host_name(name)]] [[kernel]] decltype(func<__VA_ARGS__>) func<__VA_ARGS__>;
+  template [[host_name(name)]] [[kernel]]   \
+      decltype(func<__VA_ARGS__>) func<__VA_ARGS__>; // clang-format on
 #endif
 
 using namespace metal;
@@ -23,5 +25,14 @@ struct Team {
 
 METAL_FUNC Team make_team(uint thread_index, uint threads) {
   return Team{
-      thread_index, threads, thread_index % 32, thread_index / 32, threads / 32};
+      thread_index,
+      threads,
+      thread_index % 32,
+      thread_index / 32,
+      threads / 32};
+}
+
+// The lanes for which x holds, as bits.
+METAL_FUNC uint ballot(bool x) {
+  return uint(simd_vote::vote_t(simd_ballot(x)));
 }

@@ -167,8 +167,8 @@ combine(const device Partial* partials, int chunks, float inv_t, uint lane) {
   return simd_merge(a, inv_t);
 }
 
-// The sums of one chunk and, if `maxima` is wanted, the maximum of each of its groups.
-// `scratch` has one record a simdgroup.
+// The sums of one chunk and, if `maxima` is wanted, the maximum of each of its
+// groups. `scratch` has one record a simdgroup.
 template <typename T>
 METAL_FUNC void reduce_chunk(
     Row<T> row,
@@ -204,8 +204,11 @@ METAL_FUNC void reduce_chunk(
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (team.simdgroup == 0) {
-    a = team.lane < team.simdgroups ? scratch[team.lane] : empty_partial();
-    a = simd_merge(a, scaling.inv_t);
+    Partial each = empty_partial();
+    if (team.lane < team.simdgroups) {
+      each = scratch[team.lane];
+    }
+    a = simd_merge(each, scaling.inv_t);
     if (team.lane == 0) {
       *out = a;
     }

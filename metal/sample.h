@@ -1,5 +1,5 @@
-// One token a row. First dispatch: the sums of every chunk of every row. Second: one
-// threadgroup a row finds the thresholds of the filters and draws.
+// One token a row. First dispatch: the sums of every chunk of every row.
+// Second: one threadgroup a row finds the thresholds of the filters and draws.
 #pragma once
 
 #include "draw.h"
@@ -97,8 +97,7 @@ kernel void sample_draw(
   ulong u = fine_uniform(pair[0], pair[1]);
 
   float inv_t = inverse_temperature(sampling.temperature);
-  Partial whole =
-      combine(partials, params.chunks, finite(inv_t), team.lane);
+  Partial whole = combine(partials, params.chunks, finite(inv_t), team.lane);
   Density d = make_density(whole, inv_t, -INFINITY);
   if (params.filtered != 0) {
     Maxima groups = {maxima, params.groups};

@@ -1,9 +1,10 @@
 #include "sample.h"
 
-#define instantiate_sample(name, type)                                     \
-  instantiate_kernel("sample_partials_" #name, sample_partials, type)      \
+// clang-format off
+#define instantiate_sample(name, type)                                \
+  instantiate_kernel("sample_partials_" #name, sample_partials, type) \
   instantiate_kernel("sample_draw_" #name, sample_draw, type)
 
 instantiate_sample(float32, float)
 instantiate_sample(float16, half)
-instantiate_sample(bfloat16, bfloat)
+instantiate_sample(bfloat16, bfloat) // clang-format on

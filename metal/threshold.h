@@ -1,7 +1,8 @@
-// Thresholds of the filters: the largest t for which the weights of {z >= t} reach a
-// target. Each pass adds the weights to 256 bins of an interval and goes on in the bin
-// where the sum reaches the target, until the interval is a single value. Weights are
-// integers: the result is exact, ties included, and does not depend on any order.
+// Thresholds of the filters: the largest t for which the weights of {z >= t}
+// reach a target. Each pass adds the weights to 256 bins of an interval and
+// goes on in the bin where the sum reaches the target, until the interval is a
+// single value. Weights are integers: the result is exact, ties included, and
+// does not depend on any order.
 #pragma once
 
 #include "density.h"
@@ -35,8 +36,9 @@ METAL_FUNC float from_key(uint key, uint spare) {
       negative ? ~(bits | ((1u << spare) - 1u)) : bits & 0x7fffffffu);
 }
 
-// The keys from low to high in bins, the largest first. Bins of equal width in z
-// spread the values of a row best, bins of equal width in keys can split any interval.
+// The keys from low to high in bins, the largest first. Bins of equal width in
+// z spread the values of a row best, bins of equal width in keys can split any
+// interval.
 struct Bins {
   uint low;
   uint high;
@@ -61,8 +63,8 @@ METAL_FUNC Bins make_bins(uint low, uint high, uint spare, bool first) {
     float bottom = from_key(low, spare);
     bins.by_value = true;
     bins.top = from_key(high, spare);
-    // Without a lower bound: what lies more than 32 below the top is not likely to
-    // matter.
+    // Without a lower bound: what lies more than 32 below the top is not likely
+    // to matter.
     float range = bottom > LOWEST ? bins.top - bottom : 32.0f;
     bins.per_unit = metal::clamp(float(BINS) / range, 1e-30f, 1e30f);
   }
@@ -72,7 +74,8 @@ METAL_FUNC Bins make_bins(uint low, uint high, uint spare, bool first) {
   return bins;
 }
 
-// The smallest key from low on whose bin is at most `bin`, high + 1 if there is none.
+// The smallest key from low on whose bin is at most `bin`, high + 1 if there is
+// none.
 METAL_FUNC uint first_key(Bins bins, int bin, uint spare) {
   uint low = bins.low;
   uint high = bins.high + 1u;
@@ -87,8 +90,8 @@ METAL_FUNC uint first_key(Bins bins, int bin, uint spare) {
   return low;
 }
 
-// A running sum of one thread that goes to the histogram when the bin changes: rows of
-// equal logits would otherwise queue for a single bin.
+// A running sum of one thread that goes to the histogram when the bin changes:
+// rows of equal logits would otherwise queue for a single bin.
 struct Run {
   int bin;
   ulong sum;
@@ -137,7 +140,8 @@ METAL_FUNC void add_all(
     uint spare,
     Team team) {
   Run run = {0, 0ul};
-  for (int i = int(team.thread_index); i < maxima.size; i += int(team.threads)) {
+  for (int i = int(team.thread_index); i < maxima.size;
+       i += int(team.threads)) {
     float z = maxima.data[i];
     uint key = to_key(z, spare);
     if (key >= bins.low && key <= bins.high) {
@@ -149,8 +153,8 @@ METAL_FUNC void add_all(
   }
 }
 
-// The logits of a row, weighted by their probability or each with weight 1. Groups of
-// which no logit can reach the interval are not read.
+// The logits of a row, weighted by their probability or each with weight 1.
+// Groups of which no logit can reach the interval are not read.
 template <typename T>
 struct Weighted {
   Row<T> row;
@@ -164,19 +168,22 @@ METAL_FUNC ulong weight_of(Weighted<T> x, float z) {
   return x.count ? 1ul : fixed_point(probability(x.density, -1, z));
 }
 
-// The group that a simdgroup looks at in turn `step` and lane `lane`: neighbours,
-// which often reach the threshold together, go to different simdgroups.
-METAL_FUNC int group_of(int step, int lane, Team team) {
-  return (step * 32 + lane) * int(team.simdgroups) + int(team.simdgroup);
+// The group that a simdgroup looks at in turn `step` and lane `lane`:
+// neighbours, which often reach the threshold together, go to different
+// simdgroups.
+METAL_FUNC int group_of(int step, uint lane, Team team) {
+  return (step * 32 + int(lane)) * int(team.simdgroups) + int(team.simdgroup);
 }
 
 METAL_FUNC int steps_of(int groups, Team team) {
-  int all = int(team.simdgroups) * 32;
+  int all = int(team.threads);
   return (groups + all - 1) / all;
 }
 
-METAL_FUNC float maximum_of(Maxima maxima, int group) {
-  return group < maxima.size ? maxima.data[group] : -INFINITY;
+// The lanes whose group reaches t in this turn.
+METAL_FUNC uint hot_groups(Maxima maxima, float t, int step, Team team) {
+  int group = group_of(step, team.lane, team);
+  return ballot(group < maxima.size && maxima.data[group] >= t);
 }
 
 template <typename T>
@@ -189,12 +196,9 @@ METAL_FUNC void add_all(
   Run run = {0, 0ul};
   float lowest = from_key(bins.low, spare);
   for (int step = 0; step < steps_of(x.maxima.size, team); ++step) {
-    float mine = maximum_of(x.maxima, group_of(step, int(team.lane), team));
-    for (int lane = 0; lane < 32; ++lane) {
-      int group = group_of(step, lane, team);
-      if (simd_broadcast(mine, ushort(lane)) < lowest || group >= x.maxima.size) {
-        continue;
-      }
+    uint hot = hot_groups(x.maxima, lowest, step, team);
+    for (; hot != 0; hot &= hot - 1u) {
+      int group = group_of(step, metal::ctz(hot), team);
       Eight e = load8(x.row, group * GROUP + int(team.lane) * 8);
       for (int i = 0; i < 8; ++i) {
         uint key = to_key(e.z[i], spare);
@@ -209,8 +213,8 @@ METAL_FUNC void add_all(
   }
 }
 
-// The bin where the sum from bin 0 on passes the threshold, -1 if it never does, and
-// what is left of the threshold there.
+// The bin where the sum from bin 0 on passes the threshold, -1 if it never
+// does, and what is left of the threshold there.
 METAL_FUNC Pick
 pick_bin(threadgroup atomic_uint* histogram, ulong threshold, uint lane) {
   int each = BINS / 32;
@@ -238,8 +242,9 @@ pick_bin(threadgroup atomic_uint* histogram, ulong threshold, uint lane) {
       simd_shuffle(int(lane) * each + bin, ushort(from)), shuffle(rest, from)};
 }
 
-// The largest t in [bottom, top] for which the weights of {z >= t} reach `target`, or
-// with `exact` off some t a little below it. -INFINITY if they never do.
+// The largest t in [bottom, top] for which the weights of {z >= t} reach
+// `target`, or with `exact` off some t a little below it. -INFINITY if they
+// never do.
 template <typename Source>
 METAL_FUNC float find_threshold(
     Source source,
@@ -281,12 +286,9 @@ METAL_FUNC ulong
 total_weight(Weighted<T> x, float t, threadgroup ulong* sums, Team team) {
   ulong sum = 0;
   for (int step = 0; step < steps_of(x.maxima.size, team); ++step) {
-    float mine = maximum_of(x.maxima, group_of(step, int(team.lane), team));
-    for (int lane = 0; lane < 32; ++lane) {
-      int group = group_of(step, lane, team);
-      if (simd_broadcast(mine, ushort(lane)) < t || group >= x.maxima.size) {
-        continue;
-      }
+    uint hot = hot_groups(x.maxima, t, step, team);
+    for (; hot != 0; hot &= hot - 1u) {
+      int group = group_of(step, metal::ctz(hot), team);
       Eight e = load8(x.row, group * GROUP + int(team.lane) * 8);
       for (int i = 0; i < 8; ++i) {
         sum += e.z[i] >= t ? weight_of(x, e.z[i]) : 0ul;
@@ -346,7 +348,8 @@ METAL_FUNC float find_top_p(
       x, bottom, d.ref, spare_bits(T(0.0f)), target, true, histogram, team);
 }
 
-// Adds the filters to a density, see SamplingParams. The whole threadgroup takes part.
+// Adds the filters to a density, see SamplingParams. The whole threadgroup
+// takes part.
 template <typename T>
 METAL_FUNC Density filter(
     Row<T> row,
@@ -375,8 +378,7 @@ METAL_FUNC Density filter(
   }
   if (params.top_p < 1.0f) {
     float from = params.temperature_first ? t : -INFINITY;
-    t = metal::max(
-        t, find_top_p(x, from, params.top_p, histogram, sums, team));
+    t = metal::max(t, find_top_p(x, from, params.top_p, histogram, sums, team));
   }
   if (params.min_p > 0.0f) {
     t = metal::max(t, d.ref + metal::log(params.min_p) / x.density.inv_t);

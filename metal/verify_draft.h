@@ -1,8 +1,8 @@
-// Exact verification of drafted tokens. First dispatch: the sums of every chunk of
-// every row. Second, without filters: every threadgroup finds the row where its
-// sequence stops and sums one chunk of what is drawn there; with filters: one
-// threadgroup a target row finds its threshold. Third: one threadgroup a sequence
-// draws and writes the results.
+// Exact verification of drafted tokens. First dispatch: the sums of every chunk
+// of every row. Second, without filters: every threadgroup finds the row where
+// its sequence stops and sums one chunk of what is drawn there; with filters:
+// one threadgroup a target row finds its threshold. Third: one threadgroup a
+// sequence draws and writes the results.
 #pragma once
 
 #include "draw.h"
@@ -81,8 +81,8 @@ METAL_FUNC const device Partial* draft_partials(
     constant VerifyDraftParams& params,
     int b,
     int i) {
-  long r = long(params.batch) * (params.drafts + 1) +
-      long(b) * params.drafts + i;
+  long r =
+      long(params.batch) * (params.drafts + 1) + long(b) * params.drafts + i;
   return partials + r * params.chunks;
 }
 
@@ -99,7 +99,8 @@ METAL_FUNC Scaling draft_scaling(
     float t = temperature[b * params.draft_temperature_stride];
     return Scaling{inverse_temperature(t), -INFINITY};
   }
-  stats += long(b) * params.stats_strides[0] + long(i) * params.stats_strides[1];
+  stats +=
+      long(b) * params.stats_strides[0] + long(i) * params.stats_strides[1];
   return Scaling{is_unusable(stats[0]) ? -1.0f : stats[2], stats[1]};
 }
 
@@ -274,14 +275,16 @@ METAL_FUNC Decision judge(
   if (token < 0 || token >= params.vocab) {
     return d;
   }
-  float z = load1(target_row(in.target_logits, in.allowed, params, b, i), token);
+  float z =
+      load1(target_row(in.target_logits, in.allowed, params, b, i), token);
   float p = probability(d.target, token, z);
   bool accepted = p > 0.0f;
   if (d.target.point < 0) {
     d.draft = draft_density(in, params, b, i, token, lane);
     float q = 1.0f;
     if (d.draft.point < 0) {
-      float y = load1(draft_row(in.draft_logits, in.allowed, params, b, i), token);
+      float y =
+          load1(draft_row(in.draft_logits, in.allowed, params, b, i), token);
       q = probability(d.draft, token, y);
     }
     if (d.draft.usable == 0 || !(q > 0.0f && q < INFINITY)) {
@@ -296,8 +299,8 @@ METAL_FUNC Decision judge(
   return d;
 }
 
-// Where sequence b stops, in every thread. Each simdgroup judges one row at a time.
-// With `logprobs` wanted, those of the accepted drafts are written.
+// Where sequence b stops, in every thread. Each simdgroup judges one row at a
+// time. With `logprobs` wanted, those of the accepted drafts are written.
 template <typename T>
 METAL_FUNC Decision decide(
     VerifyInputs<T> in,
@@ -328,7 +331,8 @@ METAL_FUNC Decision decide(
     }
     int mine = int(team.thread_index);
     if (want_logprobs && mine < stop) {
-      logprobs[long(b) * (params.drafts + 1) + first + mine] = rows[mine].logprob;
+      logprobs[long(b) * (params.drafts + 1) + first + mine] =
+          rows[mine].logprob;
     }
     if (stop < count) {
       return rows[stop];
@@ -403,8 +407,7 @@ kernel void verify_draft_residual(
   }
   int begin = chunk * (params.chunk / GROUP);
   int end = metal::min(begin + params.chunk / GROUP, params.groups);
-  ulong sum =
-      sum_groups(weights_of(in, params, b, d), begin, end, sums, team);
+  ulong sum = sum_groups(weights_of(in, params, b, d), begin, end, sums, team);
   if (team.thread_index == 0) {
     chunk_sums[long(b) * params.chunks + chunk] = sum;
   }
@@ -525,8 +528,7 @@ kernel void verify_draft_draw(
   } else {
     d = decisions[b];
   }
-  int token =
-      draw_token(in, params, b, d, chunk_sums, sums, result, team);
+  int token = draw_token(in, params, b, d, chunk_sums, sums, result, team);
   threadgroup_barrier(mem_flags::mem_device);
   write_results(in, params, b, d, token, tokens, accepted, logprobs, team);
 }

@@ -1,14 +1,15 @@
 #include "verify_draft.h"
 
-#define instantiate_verify_draft(name, type)                                 \
-  instantiate_kernel(                                                        \
-      "verify_draft_partials_" #name, verify_draft_partials, type)           \
-  instantiate_kernel(                                                        \
-      "verify_draft_threshold_" #name, verify_draft_threshold, type)         \
-  instantiate_kernel(                                                        \
-      "verify_draft_residual_" #name, verify_draft_residual, type)           \
+// clang-format off
+#define instantiate_verify_draft(name, type)                          \
+  instantiate_kernel(                                                 \
+      "verify_draft_partials_" #name, verify_draft_partials, type)    \
+  instantiate_kernel(                                                 \
+      "verify_draft_threshold_" #name, verify_draft_threshold, type)  \
+  instantiate_kernel(                                                 \
+      "verify_draft_residual_" #name, verify_draft_residual, type)    \
   instantiate_kernel("verify_draft_draw_" #name, verify_draft_draw, type)
 
 instantiate_verify_draft(float32, float)
 instantiate_verify_draft(float16, half)
-instantiate_verify_draft(bfloat16, bfloat)
+instantiate_verify_draft(bfloat16, bfloat) // clang-format on

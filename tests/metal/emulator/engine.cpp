@@ -37,8 +37,8 @@ constexpr size_t stack_size = 256 * 1024;
 constexpr size_t stack_size = 64 * 1024;
 #endif
 
-// Tells the thread sanitizer what orders two fibers. Everything else between them is
-// a race, though they share one CPU thread.
+// Tells the thread sanitizer what orders two fibers. Everything else between
+// them is a race, though they share one CPU thread.
 void release(void* address) {
 #ifdef WITH_TSAN
   __tsan_release(address);
@@ -171,9 +171,7 @@ int next_fiber(uint32_t simdgroup) {
   for (uint32_t i = 0; i < count; ++i) {
     uint32_t s = (first + i) % count;
     if (uint32_t mask = machine.simdgroups[s].runnable) {
-      int n = machine.shuffle
-          ? machine.random() % __builtin_popcount(mask)
-          : 0;
+      int n = machine.shuffle ? machine.random() % __builtin_popcount(mask) : 0;
       return s * 32 + nth_bit(mask, n);
     }
   }
@@ -183,7 +181,8 @@ int next_fiber(uint32_t simdgroup) {
 void wait(int line) {
   int next = next_fiber(current->simdgroup);
   if (next == MAIN) {
-    fail("only a part of the threads reached a barrier or simd operation", line);
+    fail(
+        "only a part of the threads reached a barrier or simd operation", line);
   }
   if (next != machine.running) {
     switch_to(next);
@@ -212,7 +211,9 @@ void run_fiber() {
   s.done |= bit;
   ++machine.done;
   if (machine.arrived) {
-    fail("a thread returned while others wait at a barrier", machine.barrier_line);
+    fail(
+        "a thread returned while others wait at a barrier",
+        machine.barrier_line);
   }
   if (s.in_simd && s.in_simd == (s.all & ~s.done)) {
     complete(s);
@@ -225,7 +226,11 @@ void run_fiber() {
   __builtin_trap();
 }
 
-void reset_fiber(uint32_t i, const U3& group, const U3& groups, const U3& size) {
+void reset_fiber(
+    uint32_t i,
+    const U3& group,
+    const U3& groups,
+    const U3& size) {
   Fiber& f = machine.fibers[i];
   Context& c = f.context;
   c.position_in_group = {
@@ -244,7 +249,8 @@ void reset_fiber(uint32_t i, const U3& group, const U3& groups, const U3& size) 
   c.simdgroups = machine.simdgroups.size();
   f.declarations = 0;
   f.fake_stack = nullptr;
-  // run_fiber() starts as if it had been called: with a misaligned stack pointer.
+  // run_fiber() starts as if it had been called: with a misaligned stack
+  // pointer.
   auto top = reinterpret_cast<void**>(f.stack + stack_size) - 2;
   *top = reinterpret_cast<void*>(run_fiber);
   std::memset(top - 6, 0, 6 * sizeof(void*));
@@ -312,7 +318,8 @@ void remember_main() {
 #endif
 }
 
-// No library call: the sanitizers would see the accesses of the emulator itself.
+// No library call: the sanitizers would see the accesses of the emulator
+// itself.
 __attribute__((no_sanitize("thread", "address"))) void
 copy(unsigned char* to, const unsigned char* from, size_t bytes) {
   for (size_t i = 0; i < bytes; ++i) {
@@ -342,8 +349,7 @@ void* buffer(size_t index) {
   bool bound = index < static_cast<size_t>(machine.buffer_count) &&
       machine.buffers[index];
   if (!bound) {
-    std::string message =
-        "buffer " + std::to_string(index) + " is not bound";
+    std::string message = "buffer " + std::to_string(index) + " is not bound";
     fail(message.c_str(), 0);
   }
   return machine.buffers[index];
@@ -416,7 +422,10 @@ Slots exchange(const void* value, size_t bytes, Combine combine, int line) {
   }
   s.line = line;
   s.combine = combine;
-  copy(s.slots[e][current->lane], static_cast<const unsigned char*>(value), bytes);
+  copy(
+      s.slots[e][current->lane],
+      static_cast<const unsigned char*>(value),
+      bytes);
   s.in_simd |= bit;
   s.runnable &= ~bit;
   if (s.in_simd == (s.all & ~s.done)) {
@@ -475,7 +484,8 @@ extern "C" const char* emulator_launch(
   uint64_t size = uint64_t(threads[0]) * threads[1] * threads[2];
   uint64_t groups = uint64_t(grid[0]) * grid[1] * grid[2];
   if (size == 0 || size > max_threads || groups == 0) {
-    return refuse("a threadgroup has 1 to 1024 threads and a grid is not empty");
+    return refuse(
+        "a threadgroup has 1 to 1024 threads and a grid is not empty");
   }
   machine.kernel = found->second;
   machine.buffers = buffers;
@@ -491,8 +501,7 @@ extern "C" const char* emulator_launch(
   }
   release(&machine.started);
   for (uint32_t i : order) {
-    U3 group = {
-        i % grid[0], i / grid[0] % grid[1], i / (grid[0] * grid[1])};
+    U3 group = {i % grid[0], i / grid[0] % grid[1], i / (grid[0] * grid[1])};
     run_group(
         group,
         {grid[0], grid[1], grid[2]},

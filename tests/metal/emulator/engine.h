@@ -1,17 +1,18 @@
-// An emulator of Metal's execution model on one CPU thread. Every emulated thread is a
-// fiber; 32 of them are a simdgroup. Kernels are compiled as C++ against
-// run/metal_stdlib and register themselves by name.
+// An emulator of Metal's execution model on one CPU thread. Every emulated
+// thread is a fiber; 32 of them are a simdgroup. Kernels are compiled as C++
+// against run/metal_stdlib and register themselves by name.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-// Runs a kernel. Returns nullptr, or a message that says what the kernel did that is
-// not allowed (valid until the next call).
+// Runs a kernel. Returns nullptr, or a message that says what the kernel did
+// that is not allowed (valid until the next call).
 //   grid     threadgroups in x, y, z
 //   threads  threads of a threadgroup in x, y, z
-//   buffers  the argument of [[buffer(n)]] at index n, constants too; may have holes
-//   seed     0 runs threads in order, other values in a random order that it fixes
+//   buffers  the argument of [[buffer(n)]] at index n, constants too; may have
+//   holes seed     0 runs threads in order, other values in a random order that
+//   it fixes
 extern "C" const char* emulator_launch(
     const char* kernel,
     const uint32_t grid[3],
@@ -51,8 +52,8 @@ void threadgroup_barrier(int line);
 void simdgroup_barrier(int line);
 [[noreturn]] void fail(const char* message, int line);
 
-// The values of 32 lanes, 16 bytes each. All lanes that have not returned hand in
-// `bytes` bytes; the last one to arrive runs `combine` over the slots.
+// The values of 32 lanes, 16 bytes each. All lanes that have not returned hand
+// in `bytes` bytes; the last one to arrive runs `combine` over the slots.
 struct Slots {
   unsigned char* data;
   uint32_t active;

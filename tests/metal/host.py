@@ -1,0 +1,314 @@
+"""What the host does for the kernels, as metal/README.md fixes it, in NumPy.
+
+Floating inputs are float32 arrays that hold values of ``dtype``; ``store`` rounds them.
+"""
+
+import ctypes
+import re
+from pathlib import Path
+
+import numpy as np
+
+METAL = Path(__file__).parents[2] / "metal"
+DTYPES = ["float32", "float16", "bfloat16"]
+FORMS = {"float": ctypes.c_float, "int": ctypes.c_int}
+
+
+def read_structs(text):
+    """The structs of params.h as ctypes classes."""
+    structs = {}
+    for name, body in re.findall(r"^struct (\w+) \{(.*?)^\};", text, re.M | re.S):
+        fields = []
+        for form, field, count in re.findall(r"^  (\w+) (\w+)(?:\[(\d)\])?;", body, re.M):
+            kind = {**FORMS, **structs}[form]
+            fields.append((field, kind * int(count) if count else kind))
+        structs[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return structs
+
+
+STRUCTS = read_structs((METAL / "params.h").read_text())
+
+
+def store(x, dtype):
+    """The bits of an array in ``dtype``, rounded to the nearest even."""
+    x = np.ascontiguousarray(x, np.float32)
+    if dtype != "bfloat16":
+        return x.astype(dtype)
+    u = x.view(np.uint32)
+    rounded = ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
+
+
+def load(x, dtype):
+    """The inverse of ``store``, float32."""
+    if dtype != "bfloat16":
+        return x.astype(np.float32)
+    return (x.astype(np.uint32) << 16).view(np.float32)
+
+
+def strides(x, count):
+    """The first strides of an array in elements."""
+    return tuple(s // x.itemsize for s in x.strides[:count])
+
+
+def is_aligned(*arrays):
+    """Whether every row starts at a multiple of 16 bytes."""
+    return all(
+        x.ctypes.data % 16 == 0 and all(s % 16 == 0 for s in x.strides[:-1])
+        for x in arrays
+    )
+
+
+def scratch(count, form):
+    """Memory that holds NaN wherever a kernel reads before it writes."""
+    return np.full(count * ctypes.sizeof(form), 0xFF, np.uint8)
+
+
+def params_array(value, batch):
+    """A parameter and its stride."""
+    value = np.array(value, np.float32)
+    assert value.ndim == 0 or value.shape == (batch,)
+    return value.reshape(-1), value.ndim
+
+
+def filters(params):
+    off = {"top_k": 0, "top_p": 1, "min_p": 0}
+    return any(np.any(params.get(name, value) != value) for name, value in off.items())
+
+
+class Host:
+    """The ops on an emulator. ``launch`` arguments: see ``emulator.Emulator``."""
+
+    def __init__(self, emulator, chunk=4096, threads=None, seed=0):
+        self.emulator = emulator
+        self.chunk = chunk
+        self.threads = threads
+        self.seed = seed
+
+    def launch(self, kernel, grid, threads, buffers):
+        threads = self.threads or threads
+        self.emulator.launch(kernel, grid, (threads,), buffers, seed=self.seed)
+
+    def sample(self, logits, uniforms, dtype="float32", allowed=None, **params):
+        """logits (R, V), uniforms (R, 2), allowed (R, W) -> tokens, stats."""
+        x = logits if logits.dtype != np.float32 else store(logits, dtype)
+        R, V = x.shape
+        order = params.pop("filter_order", "temperature_first")
+        filtered = params.pop("filtered", filters(params))
+        batch = params.pop("batch", R)
+        values = {
+            name: params_array(params.get(name, off), batch)
+            for name, off in [
+                ("temperature", 1),
+                ("top_k", 0),
+                ("top_p", 1),
+                ("min_p", 0),
+            ]
+        }
+        chunks, groups = -(-V // self.chunk), -(-V // 256)
+        constants = STRUCTS["SampleParams"](
+            vocab=V,
+            chunk=self.chunk,
+            chunks=chunks,
+            groups=groups,
+            rows_per_param=R // batch,
+            filtered=filtered,
+            temperature_first=order == "temperature_first",
+            has_allowed=allowed is not None,
+            aligned=is_aligned(x),
+            logits_stride=strides(x, 1)[0],
+            uniforms_stride=strides(uniforms, 1)[0],
+            allowed_stride=0 if allowed is None else strides(allowed, 1)[0],
+            **{f"{name}_stride": stride for name, (_, stride) in values.items()},
+        )
+        tokens, stats = np.full(R, -7, np.int32), np.full((R, 3), -7, np.float32)
+        buffers = {
+            0: x,
+            1: uniforms,
+            **{2 + i: array for i, (array, _) in enumerate(values.values())},
+            6: x if allowed is None else allowed,
+            7: scratch(R * chunks, STRUCTS["Partial"]),
+            8: scratch(R * groups, ctypes.c_float) if filtered else x,
+            9: tokens,
+            10: stats,
+            11: constants,
+        }
+        self.launch(f"sample_partials_{dtype}", (R, chunks), 256, buffers)
+        self.launch(f"sample_draw_{dtype}", (R,), 1024 if filtered else 256, buffers)
+        return tokens, stats
+
+    def verify_draft(
+        self,
+        target,
+        draft_tokens,
+        draft=None,
+        *,
+        uniforms,
+        dtype="float32",
+        draft_stats=None,
+        draft_lengths=None,
+        allowed=None,
+        draft_temperature=None,
+        **params,
+    ):
+        """Arguments as in ``mlx_mtp.ops.verify_draft`` -> tokens, accepted, logprobs."""
+        x = target if target.dtype != np.float32 else store(target, dtype)
+        B, T, V = x.shape
+        K = T - 1
+        y = x[:, :K]
+        if draft is not None:
+            y = draft if draft.dtype != np.float32 else store(draft, dtype)
+        order = params.pop("filter_order", "temperature_first")
+        filtered = params.pop("filtered", filters(params))
+        temperature = params.get("temperature", 1)
+        values = {
+            name: params_array(value, B)
+            for name, value in [
+                ("temperature", temperature),
+                ("top_k", params.get("top_k", 0)),
+                ("top_p", params.get("top_p", 1)),
+                ("min_p", params.get("min_p", 0)),
+                (
+                    "draft_temperature",
+                    temperature if draft_temperature is None else draft_temperature,
+                ),
+            ]
+        }
+        chunks, groups = -(-V // self.chunk), -(-V // 256)
+        draft_tokens = np.asarray(draft_tokens, np.int32)
+        constants = STRUCTS["VerifyDraftParams"](
+            vocab=V,
+            chunk=self.chunk,
+            chunks=chunks,
+            groups=groups,
+            batch=B,
+            drafts=K,
+            filtered=filtered,
+            temperature_first=order == "temperature_first",
+            has_draft_logits=draft is not None,
+            has_draft_stats=draft_stats is not None,
+            has_draft_lengths=draft_lengths is not None,
+            has_allowed=allowed is not None,
+            aligned=is_aligned(x, y),
+            target_strides=strides(x, 2),
+            draft_strides=strides(y, 2),
+            allowed_strides=(0, 0) if allowed is None else strides(allowed, 2),
+            tokens_strides=strides(draft_tokens, 2),
+            stats_strides=(0, 0) if draft_stats is None else strides(draft_stats, 2),
+            uniforms_stride=strides(uniforms, 1)[0],
+            lengths_stride=1,
+            **{f"{name}_stride": stride for name, (_, stride) in values.items()},
+        )
+        rows = B * T + (B * K if draft is not None else 0)
+        tokens = np.full((B, T), -7, np.int32)
+        accepted = np.full(B, -7, np.int32)
+        logprobs = np.full((B, T), -7, np.float32)
+        lengths = None
+        if draft_lengths is not None:
+            lengths = np.asarray(draft_lengths, np.int32)
+        buffers = {
+            0: x,
+            1: y,
+            2: draft_tokens,
+            3: uniforms,
+            **{4 + i: array for i, (array, _) in enumerate(values.values())},
+            9: x if draft_stats is None else draft_stats,
+            10: x if lengths is None else lengths,
+            11: x if allowed is None else allowed,
+            12: scratch(rows * chunks, STRUCTS["Partial"]),
+            13: scratch(B * T * groups, ctypes.c_float) if filtered else x,
+            14: scratch(B * T, STRUCTS["Density"]) if filtered else x,
+            15: x if filtered else scratch(B * chunks, ctypes.c_uint64),
+            16: x if filtered else scratch(B, STRUCTS["Decision"]),
+            17: tokens,
+            18: accepted,
+            19: logprobs,
+            20: constants,
+        }
+        self.launch(f"verify_draft_partials_{dtype}", (rows, chunks), 256, buffers)
+        if filtered:
+            self.launch(f"verify_draft_threshold_{dtype}", (B * T,), 1024, buffers)
+        else:
+            self.launch(f"verify_draft_residual_{dtype}", (chunks, B), 256, buffers)
+        threads = 1024 if filtered else 256
+        self.launch(f"verify_draft_draw_{dtype}", (B,), threads, buffers)
+        return tokens, accepted, logprobs
+
+    def commit_rows(self, cache, rows, start, count, ring=0):
+        """Any dtype; ``rows`` with any strides but the last. Returns a new cache."""
+        cache = np.ascontiguousarray(cache).copy()
+        B, H, S, D = cache.shape
+        T = rows.shape[2]
+        row_bytes = [cache.ctypes.data, rows.ctypes.data, D * cache.itemsize]
+        unit = next(
+            size
+            for size in (16, 4, 2, 1)
+            if all(n % size == 0 for n in [*row_bytes, *rows.strides[:3]])
+        )
+        units = D * cache.itemsize // unit
+        constants = STRUCTS["CommitRowsParams"](
+            heads=H,
+            slots=S,
+            rows=T,
+            units=units,
+            ring=ring,
+            start_stride=1,
+            count_stride=1,
+            rows_strides=tuple(s // unit for s in rows.strides[:3]),
+        )
+        buffers = {
+            0: cache,
+            1: rows,
+            2: np.asarray(start, np.int32),
+            3: np.asarray(count, np.int32),
+            4: constants,
+        }
+        threads = self.threads or 256
+        grid = (-(-T * units // threads), H, B)
+        self.launch(f"commit_rows_{8 * unit}", grid, threads, buffers)
+        return cache
+
+    def gated_delta_replay(
+        self, state, k, v, g, beta, steps, q=None, dtype="float32", in_place=False
+    ):
+        """k, v, q hold values of ``dtype``. Returns the state, and y with q."""
+        k, v = store(k, dtype), store(v, dtype)
+        has_q = q is not None
+        q = store(q, dtype) if has_q else k
+        B, T, Hv, Dv = v.shape
+        Hk, Dk = k.shape[2:]
+        g, beta = (np.ascontiguousarray(x, np.float32) for x in (g, beta))
+        constants = STRUCTS["GatedDeltaReplayParams"](
+            steps=T,
+            key_heads=Hk,
+            value_heads=Hv,
+            key_dim=Dk,
+            value_dim=Dv,
+            has_q=has_q,
+            steps_stride=1,
+            k_strides=strides(k, 3),
+            v_strides=strides(v, 3),
+            g_strides=strides(g, 3),
+            beta_strides=strides(beta, 3),
+            q_strides=strides(q, 3),
+        )
+        state = np.array(state, np.float32)
+        out = state if in_place else np.full_like(state, np.nan)
+        y = np.full(v.shape, -1, v.dtype)
+        buffers = {
+            0: state,
+            1: k,
+            2: v,
+            3: g,
+            4: beta,
+            5: np.asarray(steps, np.int32),
+            6: q,
+            7: out,
+            8: y if has_q else out,
+            9: constants,
+        }
+        threads = self.threads or 128
+        grid = (-(-Dv // (threads // 32)), Hv, B)
+        size = 128 if Dk <= 128 else 256
+        self.launch(f"gated_delta_replay_{dtype}_{size}", grid, threads, buffers)
+        return (out, load(y, dtype)) if has_q else out
