@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 METAL = Path(__file__).parents[2] / "metal"
+SOURCES = sorted(METAL.glob("*.metal"))
 DTYPES = ["float32", "float16", "bfloat16"]
 FORMS = {"float": ctypes.c_float, "int": ctypes.c_int}
 

@@ -1,18 +1,25 @@
 """Builds .metal files for the emulator and runs their kernels on NumPy arrays."""
 
 import ctypes
+import os
 import shutil
+import struct
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 HERE = Path(__file__).parent
 SANITIZERS = {
-    "address": ["-O1", "-fsanitize=address", "-fno-omit-frame-pointer"],
-    "undefined": ["-O1", "-fsanitize=undefined,float-cast-overflow"],
-    "thread": ["-O1", "-fsanitize=thread"],
+    "address": ["-fsanitize=address"],
+    "undefined": [
+        "-fsanitize=undefined,float-cast-overflow",
+        "-fno-sanitize-recover=all",
+    ],
+    "thread": ["-fsanitize=thread"],
 }
+ENGINE = {"address": ["-DWITH_ASAN"], "thread": ["-DWITH_TSAN"]}
 
 
 def clang():
@@ -21,34 +28,32 @@ def clang():
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def build(sources, out, include=(), sanitize=None, flags=()):
-    """Compiles .metal files and the engine to a shared library."""
-    options = SANITIZERS[sanitize] if sanitize else ["-O2"]
-    if sanitize == "undefined":
-        options = [*options, "-fno-sanitize-recover=all"]
-    command = [
-        clang(),
-        *options,
-        *flags,
-        "-std=c++17",
-        "-g1",
-        "-fPIC",
-        "-shared",
-        "-march=x86-64-v3",
-        # Kernels read several small values at once.
-        "-fno-strict-aliasing",
-        "-Wall",
-        "-Wno-unknown-attributes",
-        *(f"-I{path}" for path in [HERE, HERE / "run", *include]),
-        "-x",
-        "c++",
-        HERE / "engine.cpp",
-        *sources,
-        "-o",
-        out,
-    ]
-    subprocess.run(list(map(str, command)), check=True)
+def build(sources, out, include=(), sanitize=None, flags=(), link=("-shared",)):
+    """Compiles .metal (and C++) files and the engine to a library or program."""
+    instrument = SANITIZERS.get(sanitize, [])
+    options = ["-std=c++17", "-g1", "-fPIC", "-march=x86-64-v3", *flags]
+    # Kernels read several small values at once.
+    options += ["-O1" if sanitize else "-O2", "-fno-strict-aliasing"]
+    options += ["-Wall", "-Wno-unknown-attributes"]
+    options += [f"-I{path}" for path in [HERE, HERE / "run", *include]]
+    out = Path(out)
+
+    def compile(source):
+        own = ENGINE.get(sanitize, []) if source == HERE / "engine.cpp" else instrument
+        target = out.with_name(f"{out.stem}.{Path(source).stem}.o")
+        _run([clang(), *options, *own, "-x", "c++", "-c", source, "-o", target])
+        return target
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile, [HERE / "engine.cpp", *sources]))
+    _run([clang(), *instrument, *link, *objects, "-o", out])
     return out
+
+
+def _run(command):
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    if done.returncode or done.stderr:
+        raise RuntimeError(done.stderr)
 
 
 class Emulator:
@@ -80,7 +85,7 @@ class Emulator:
             pointers[index] = (
                 x.ctypes.data if isinstance(x, np.ndarray) else ctypes.addressof(x)
             )
-        size = (ctypes.c_uint32 * 3)
+        size = ctypes.c_uint32 * 3
         pad = (1, 1, 1)
         error = self._launch(
             kernel.encode(),
@@ -92,3 +97,62 @@ class Emulator:
         )
         if error:
             raise RuntimeError(f"{kernel}: {error.decode()}")
+
+
+class Recorder:
+    """Stands in for an ``Emulator`` and keeps its launches for ``replay``.
+
+    Without an emulator the launches are only kept, and outputs keep their values.
+    """
+
+    def __init__(self, emulator=None):
+        self._emulator = emulator
+        self._records = []
+        self._known = {}
+
+    def launch(self, kernel, grid, threads, buffers, seed=0):
+        pad = (1, 1, 1)
+        sizes = [*(*grid, *pad)[:3], *(*threads, *pad)[:3]]
+        name = kernel.encode()
+        record = struct.pack("<I", len(name)) + name
+        record += struct.pack("<6IQI", *sizes, seed, len(buffers))
+        for index, x in buffers.items():
+            record += struct.pack("<I", index) + self._buffer(x)
+        self._records.append(record)
+        if self._emulator:
+            self._emulator.launch(kernel, grid, threads, buffers, seed)
+
+    def _buffer(self, x):
+        if not isinstance(x, np.ndarray):
+            x = np.frombuffer(x, np.uint8)
+        low, high = np.lib.array_utils.byte_bounds(x)
+        first = low not in self._known
+        # Keeps x alive, so that its address stays its own.
+        number, _ = self._known.setdefault(low, (len(self._known), x))
+        head = struct.pack("<3Q", number, x.ctypes.data - low, high - low)
+        return head + ctypes.string_at(low, high - low) if first else head
+
+    def save(self, path):
+        count = struct.pack("<I", len(self._records))
+        Path(path).write_bytes(count + b"".join(self._records))
+
+
+def replay(program, recording, timeout=300):
+    """Runs a recording. Returns what the sanitizer or the emulator said, or ''."""
+    environment = {
+        **os.environ,
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "TSAN_OPTIONS": "halt_on_error=1:symbolize=0",
+    }
+    done = subprocess.run(
+        [program, recording],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+    )
+    return done.stderr or (f"exit code {done.returncode}" if done.returncode else "")
+
+
+def build_replay(sources, out, **options):
+    return build([HERE / "replay.cpp", *sources], out, link=(), **options)

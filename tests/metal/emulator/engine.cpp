@@ -12,14 +12,13 @@
 #include <utility>
 #include <vector>
 
-#if defined(__SANITIZE_ADDRESS__) || __has_feature(address_sanitizer)
-#define WITH_ASAN
+// In sanitizer builds this file is the one that is not instrumented: only the
+// accesses of the kernels count.
+#ifdef WITH_ASAN
 #include <pthread.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
-
-#if __has_feature(thread_sanitizer)
-#define WITH_TSAN
+#ifdef WITH_TSAN
 #include <sanitizer/tsan_interface.h>
 #endif
 
@@ -79,7 +78,7 @@ struct Machine {
   Kernel kernel;
   void* const* buffers;
   int buffer_count;
-  std::vector<std::pair<void*, size_t>> memory;
+  std::vector<std::pair<void*, size_t>> memory, used;
   size_t memory_bytes;
   bool shuffle;
   std::minstd_rand random;
@@ -144,7 +143,7 @@ void after_switch(Fiber* to) {
 #endif
 }
 
-__attribute__((no_sanitize("thread", "address"))) void switch_to(int target) {
+void switch_to(int target) {
   int self = machine.running;
   Fiber* from = fiber(self);
   Fiber* to = fiber(target);
@@ -291,16 +290,24 @@ void run_group(const U3& group, const U3& groups, const U3& size) {
     reset_fiber(i, group, groups, size);
   }
   switch_to(next_fiber(0));
-  acquire(&machine.ended);
 #ifdef WITH_TSAN
   for (uint32_t i = 0; i < machine.threads; ++i) {
     __tsan_destroy_fiber(machine.fibers[i].tsan);
   }
 #endif
-  for (auto& m : machine.memory) {
+  machine.used.insert(
+      machine.used.end(), machine.memory.begin(), machine.memory.end());
+  machine.memory.clear();
+}
+
+// Threadgroup memory is kept until here, so that the thread sanitizer does not
+// take the order of the threadgroups on this thread for one that Metal has.
+void finish() {
+  acquire(&machine.ended);
+  for (auto& m : machine.used) {
     std::free(m.first);
   }
-  machine.memory.clear();
+  machine.used.clear();
 }
 
 void remember_main() {
@@ -320,8 +327,7 @@ void remember_main() {
 
 // No library call: the sanitizers would see the accesses of the emulator
 // itself.
-__attribute__((no_sanitize("thread", "address"))) void
-copy(unsigned char* to, const unsigned char* from, size_t bytes) {
+void copy(unsigned char* to, const unsigned char* from, size_t bytes) {
   for (size_t i = 0; i < bytes; ++i) {
     to[i] = from[i];
     asm volatile("" ::: "memory");
@@ -507,8 +513,9 @@ extern "C" const char* emulator_launch(
         {grid[0], grid[1], grid[2]},
         {threads[0], threads[1], threads[2]});
     if (!machine.error.empty()) {
-      return machine.error.c_str();
+      break;
     }
   }
-  return nullptr;
+  finish();
+  return machine.error.empty() ? nullptr : machine.error.c_str();
 }
