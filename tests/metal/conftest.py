@@ -12,7 +12,6 @@ import emulator  # noqa: E402
 import host  # noqa: E402
 
 
-
 def pytest_collection_modifyitems(items):
     if emulator.clang() is None:
         skip = pytest.mark.skip(

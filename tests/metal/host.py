@@ -20,7 +20,9 @@ def read_structs(text):
     structs = {}
     for name, body in re.findall(r"^struct (\w+) \{(.*?)^\};", text, re.M | re.S):
         fields = []
-        for form, field, count in re.findall(r"^  (\w+) (\w+)(?:\[(\d)\])?;", body, re.M):
+        for form, field, count in re.findall(
+            r"^  (\w+) (\w+)(?:\[(\d)\])?;", body, re.M
+        ):
             kind = {**FORMS, **structs}[form]
             fields.append((field, kind * int(count) if count else kind))
         structs[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
@@ -152,7 +154,7 @@ class Host:
         draft_temperature=None,
         **params,
     ):
-        """Arguments as in ``mlx_mtp.ops.verify_draft`` -> tokens, accepted, logprobs."""
+        """As ``mlx_mtp.ops.verify_draft`` -> tokens, accepted, logprobs."""
         x = target if target.dtype != np.float32 else store(target, dtype)
         B, T, V = x.shape
         K = T - 1
@@ -295,7 +297,7 @@ class Host:
         )
         state = np.array(state, np.float32)
         out = state if in_place else np.full_like(state, np.nan)
-        y = np.full(v.shape, -1, v.dtype)
+        y = np.ones(v.shape, v.dtype)
         buffers = {
             0: state,
             1: k,

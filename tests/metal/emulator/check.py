@@ -46,16 +46,18 @@ FORBIDDEN = {
     "double literal": r"(?<![\w.])\d+\.\d*(?:e[+-]?\d+)?(?![\w.])",
     "kernel that returns a value": r"\bkernel\s+(?!void\b)\w+",
     "static or thread_local variable": r"\b(?:static|thread_local)\s",
-    "threadgroup memory without TG_ARRAY": r"^(?!#define)[^\n]*\bthreadgroup\s+\w+\s+\w+\s*\[",
+    "threadgroup memory without TG_ARRAY": r"^(?!#define)[^\n]*"
+    r"\bthreadgroup\s+\w+\s+\w+\s*\[",
     "function without METAL_FUNC": r"^(?!METAL_FUNC|kernel|template|struct|constant"
     r"|using|#|//|instantiate)\w[\w<>:*& ]*\(",
     "memory order other than relaxed": r"memory_order_(?!relaxed)",
-    "math without metal::": r"(?<![\w:])(?:exp|log|exp2|log2|sqrt|floor|max|min|clamp|fma)"
-    r"\s*\(",
+    "math without metal::": r"(?<![\w:])"
+    r"(?:exp|log|exp2|log2|sqrt|floor|ceil|max|min|clamp|fma)\s*\(",
     "function constant": r"function_constant",
     "pointer or reference without address space": r"(?<!device )(?<!threadgroup )"
-    r"(?<!thread )(?<!constant )(?<!const )\b(?:float|half|bfloat|u?int|ulong|ushort|uchar"
-    r"|T|U|Partial|Density|Decision)\s*[*&]\s*\w+\s*[,)=;\[]",
+    r"(?<!thread )(?<!constant )(?<!const )"
+    r"\b(?:float|half|bfloat|u?int|ulong|ushort|uchar|[A-Z]\w*)"
+    r"\s*[*&]\s*\w+\s*[,)=;\[]",
 }
 
 
