@@ -15,11 +15,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .drafters import Drafter, MTPHeadDrafter
 from .ops import sample
+from .reasoning import ThinkingBudget
 from .sampling import SamplingParams
 from .speculative import SpeculativeDecoder, SpeculativeIterator
 from .state import UnsupportedCache
 from .targets import as_target
 from .telemetry import Telemetry
+from .thinking import ControllerProcessor, make_budget, reasoning_config
 
 DEFAULT_DEPTH = 3
 
@@ -112,6 +114,7 @@ def stream_generate(
     *,
     mtp: MTP = "auto",
     seed: int | None = None,
+    thinking_budget: int | ThinkingBudget | None = None,
     **kwargs,
 ) -> Iterator[Response]:
     """``mlx_lm.stream_generate`` with multi-token prediction.
@@ -124,6 +127,10 @@ def stream_generate(
             has one; an int is the depth for that head; a ``Drafter`` drafts at depth
             ``num_draft_tokens``; a ``SpeculativeDecoder`` is used as it is.
         seed (int, optional): Fixes the stream.
+        thinking_budget (int or ThinkingBudget, optional): Ends thoughts after so many
+            tokens, in every mode. An int is that limit for the thoughts of this model,
+            with one token of ``max_tokens`` kept for the answer; a ``ThinkingBudget``
+            serves one stream.
         num_draft_tokens (int): Depth for ``"auto"`` and a ``Drafter``. Default: ``3``.
         sampler: Any ``mlx_lm`` sampler. One of ``mlx_mtp.make_sampler`` gives ratio
             acceptance.
@@ -139,6 +146,7 @@ def stream_generate(
     Raises:
         ValueError: ``mtp`` asks for a head that the model does not have, or an
             argument is out of range.
+        ReasoningError: The thinking budget cannot be kept.
     """
     if max_tokens == 0:
         raise ValueError("max_tokens must not be 0 (-1 is no limit).")
@@ -146,7 +154,13 @@ def stream_generate(
         tokenizer = TokenizerWrapper(tokenizer)
     prompt = _encode(tokenizer, prompt)
     depth = kwargs.get("num_draft_tokens", DEFAULT_DEPTH)
+    budget = _budget(model, tokenizer, prompt, thinking_budget, max_tokens)
+    if budget is not None and draft_model is not None:
+        raise ValueError("thinking_budget does not work with draft_model.")
     plain = {"draft_model": draft_model, "stream": stream, **kwargs}
+    if budget is not None:
+        processors = kwargs.get("logits_processors") or ()
+        plain["logits_processors"] = [*processors, ControllerProcessor(budget)]
     reason = _plain_reason(draft_model, kwargs)
     decoder = None
     if mtp is not None and (reason is None or mtp != "auto"):
@@ -159,7 +173,7 @@ def stream_generate(
         return
     if reason is None:
         try:
-            steps = _open(decoder, tokenizer, prompt, max_tokens, seed, kwargs)
+            steps = _open(decoder, tokenizer, prompt, max_tokens, seed, budget, kwargs)
         except UnsupportedCache as error:
             reason = str(error)
     if reason is not None:
@@ -254,7 +268,21 @@ def _plain_reason(draft_model, kwargs) -> str | None:
     return None
 
 
-def _open(decoder, tokenizer, prompt, max_tokens, seed, kwargs) -> SpeculativeIterator:
+def _budget(model, tokenizer, prompt, budget, max_tokens) -> ThinkingBudget | None:
+    if budget is None or isinstance(budget, ThinkingBudget):
+        return budget
+    return make_budget(
+        reasoning_config(model, tokenizer),
+        tokenizer,
+        prompt.tolist(),
+        budget,
+        max_tokens=None if max_tokens == -1 else max_tokens,
+    )
+
+
+def _open(
+    decoder, tokenizer, prompt, max_tokens, seed, budget, kwargs
+) -> SpeculativeIterator:
     sampler, params = kwargs.get("sampler"), None
     if sampler is greedy_sampler:
         sampler = None
@@ -283,6 +311,7 @@ def _open(decoder, tokenizer, prompt, max_tokens, seed, kwargs) -> SpeculativeIt
         params=params,
         sampler=sampler,
         processors=kwargs.get("logits_processors") or (),
+        controller=budget,
         stop_tokens=tokenizer.eos_token_ids,
         caches=kwargs.get("prompt_cache"),
         seed=seed,

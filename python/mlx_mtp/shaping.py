@@ -63,13 +63,17 @@ class _Bias:
         if self.ahead:
             self.controller.accept(tokens[-1].item())
         self.ahead = True
-        bias = self.controller.bias()
-        if not bias:
-            return logits
-        at = mx.array([list(bias)], mx.int32)
-        added = mx.array([list(bias.values())], logits.dtype)
-        old = mx.take_along_axis(logits, at, axis=1)
-        return mx.put_along_axis(logits, at, old + added, axis=1)
+        return add_bias(self.controller.bias(), logits)
+
+
+def add_bias(bias: Mapping[int, float] | None, logits: mx.array) -> mx.array:
+    """``logits`` ``(1, V)`` with ``bias`` added, by token id."""
+    if not bias:
+        return logits
+    at = mx.array([list(bias)], mx.int32)
+    added = mx.array([list(bias.values())], logits.dtype)
+    old = mx.take_along_axis(logits, at, axis=1)
+    return mx.put_along_axis(logits, at, old + added, axis=1)
 
 
 @dataclass

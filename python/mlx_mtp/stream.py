@@ -239,10 +239,12 @@ class Stream:
 
     @property
     def _builds_ahead(self) -> bool:
-        hosted = self._shaper is not None and self._shaper.always
+        # Where the host decides only near the horizon, neither round may reach it.
+        near = self._shaper is not None and (
+            self._shaper.always or self._free < 2 * self._round.width
+        )
         more = self.telemetry.emitted + 1 < self._max_tokens
-        ahead = self._free >= 2 * self._round.width
-        return self._traced and more and ahead and not hosted
+        return self._traced and more and not near
 
     @property
     def _free(self) -> float:

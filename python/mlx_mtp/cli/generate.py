@@ -11,6 +11,7 @@ from ..drafters import NGramDrafter
 from ..generation import DEFAULT_DEPTH, Sampler, stream_generate, summary
 from ..loading import load
 from ..sampling import SamplingParams
+from ..thinking import reasoning_config, template_kwargs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--min-p", type=float, default=0.0, help="Share of the largest; 0 is off.")
     add("--seed", type=int, help="Fixes the sampled text.")
     add("--max-tokens", "-m", type=int, default=512, help="-1 is no limit.")
+    add_thinking_arguments(parser)
     add("--json", action="store_true", help="One JSON object instead of text.")
+
+
+def add_thinking_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--thinking",
+        choices=("on", "off", "auto"),
+        default="auto",
+        help="Ask for a thought; auto is the model's default.",
+    )
+    add("--thinking-budget", type=int, metavar="N", help="Most tokens of a thought.")
+
+
+THINKING = {"on": True, "off": False, "auto": None}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,12 +56,13 @@ def run(args: argparse.Namespace) -> int:
     for response in stream_generate(
         model,
         tokenizer,
-        _prompt(args, tokenizer),
+        _prompt(args, model, tokenizer),
         max_tokens=args.max_tokens,
         mtp=_mtp(args, model),
         num_draft_tokens=args.depth,
         sampler=Sampler(params),
         seed=args.seed,
+        thinking_budget=args.thinking_budget,
     ):
         text.append(response.text)
         if not args.json:
@@ -68,7 +85,7 @@ def _mtp(args, model):
     return args.depth if getattr(model, "mtp_head", None) else "auto"
 
 
-def _prompt(args, tokenizer):
+def _prompt(args, model, tokenizer):
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
         raise ValueError("--prompt must not be empty.")
@@ -77,7 +94,11 @@ def _prompt(args, tokenizer):
     messages = [{"role": "user", "content": prompt}]
     if args.system_prompt:
         messages.insert(0, {"role": "system", "content": args.system_prompt})
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    kwargs = {}
+    if args.thinking != "auto":
+        config = reasoning_config(model, tokenizer)
+        kwargs = template_kwargs(config, THINKING[args.thinking])
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **kwargs)
 
 
 def _report(text: str, response) -> dict:

@@ -1,0 +1,124 @@
+"""Thoughts in the decoding loop: how a model thinks, and budgets for its streams."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .reasoning import (
+    ChatTemplate,
+    ReasoningConfig,
+    ReasoningError,
+    ThinkingBudget,
+    Transition,
+    Vocabulary,
+    resolve,
+)
+from .shaping import Controller, add_bias
+
+
+class MissingCapability(ReasoningError):
+    """The model lacks what was asked of it. ``capability`` names it."""
+
+    def __init__(self, capability: str, message: str):
+        self.capability = capability
+        super().__init__(message)
+
+
+def reasoning_config(model, tokenizer) -> ReasoningConfig | None:
+    """How a loaded model thinks, None if its chat template shows no thoughts."""
+    return resolve(
+        model_type=getattr(model, "model_type", None),
+        template=ChatTemplate.from_tokenizer(tokenizer),
+    )
+
+
+def template_kwargs(
+    config: ReasoningConfig | None,
+    thinking: bool | None = None,
+    effort: str | None = None,
+) -> dict:
+    """Arguments of the chat template, for models without thoughts as well.
+
+    Raises:
+        MissingCapability: Thoughts are asked of a model that has none.
+        CannotDisableReasoning, UnknownEffort: See ``ReasoningConfig``.
+    """
+    if config is not None:
+        return config.template_kwargs(thinking, effort)
+    if thinking or effort is not None:
+        raise MissingCapability(
+            "reasoning",
+            "The chat template of this model shows no thoughts. Leave thinking to its "
+            "default, or load a thinking model.",
+        )
+    return {}
+
+
+def make_budget(
+    config: ReasoningConfig | None,
+    tokenizer,
+    prompt: str | list[int],
+    tokens: int | None,
+    *,
+    vocabulary: Vocabulary | None = None,
+    **options,
+) -> ThinkingBudget:
+    """A budget for the stream behind ``prompt``.
+
+    A family without a text of its own for cutting a thought short gets the bare
+    closing delimiter.
+
+    Args:
+        config: How the model thinks.
+        tokenizer: Of ``transformers`` or ``mlx_lm``.
+        prompt: The rendered prompt, or its token ids.
+        tokens: As in ``ThinkingBudget``, where ``options`` go as well.
+        vocabulary: Of the tokenizer, if there is one already.
+
+    Raises:
+        MissingCapability: The model shows no thoughts.
+        BudgetError: The budget cannot be kept.
+    """
+    if config is None:
+        raise MissingCapability(
+            "reasoning",
+            "A thinking budget needs a model with thoughts, and the chat template of "
+            "this one shows none. Pass a ThinkingBudget with a ReasoningConfig of "
+            "your own.",
+        )
+    if not isinstance(prompt, str):
+        prompt = tokenizer.decode(prompt)
+    options.setdefault("transition", config.transition or Transition())
+    return ThinkingBudget(
+        config,
+        vocabulary or Vocabulary.from_tokenizer(tokenizer),
+        tokens,
+        primed=config.prompt_opens(prompt),
+        **options,
+    )
+
+
+class ControllerProcessor:
+    """A controller as a logits processor, for loops that take nothing else.
+
+    Forced tokens are forced by a mask. Tokens are read no earlier than the controller
+    may act, so a loop that runs ahead of the host keeps its lead until then.
+    """
+
+    def __init__(self, controller: Controller):
+        self.controller = controller
+        self._seen: int | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        controller = self.controller
+        if self._seen is None:
+            self._seen = tokens.size  # the prompt
+        if tokens.size - self._seen < controller.horizon():
+            return logits
+        for token in tokens[self._seen :].tolist():
+            controller.accept(token)
+        self._seen = tokens.size
+        if forced := controller.forced():
+            allowed = mx.arange(logits.shape[-1]) == forced[0]
+            return mx.where(allowed, 0.0, -mx.inf)[None].astype(logits.dtype)
+        return add_bias(controller.bias(), logits)
