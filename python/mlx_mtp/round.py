@@ -52,7 +52,7 @@ class Round:
         target, drafter: See their protocols.
         depth (int): K, the drafts of a round.
         greedy (bool): Every draw is an argmax; no random numbers are made.
-        filter_order (str): See ``SamplingParams``.
+        filter_order, draft_filter_order (str): See ``SamplingParams``.
 
     ``traces`` counts how often the target was traced: once for each shape of the
     state and each attended length. It is 0 if the target cannot be traced.
@@ -66,9 +66,11 @@ class Round:
         *,
         greedy: bool,
         filter_order: FilterOrder = "temperature_first",
+        draft_filter_order: FilterOrder | None = None,
     ):
         self.target, self.drafter, self.depth = target, drafter, depth
         self.greedy, self.filter_order = greedy, filter_order
+        self.draft_filter_order = draft_filter_order or filter_order
         self.width = depth + 1
         self.traces = 0
         self._compiled: dict[tuple[str, int], Any] = {}
@@ -149,7 +151,7 @@ class Round:
                 logits,
                 draws[:, 2 * i : 2 * i + 2],
                 **state["draft_params"],
-                filter_order=self.filter_order,
+                filter_order=self.draft_filter_order,
             )
 
         context = DraftContext(

@@ -181,7 +181,7 @@ class RowShaper:
             while accepted < depth and drawn[accepted] == wanted[accepted]:
                 accepted += 1
             tokens = drawn
-        if accepted < 0:
+        if accepted < 0 or tokens[accepted] < 0:
             return Decision(-1, [])
         for processor, mark in zip(self.processors, marks[accepted], strict=True):
             processor.restore(mark)
@@ -190,7 +190,8 @@ class RowShaper:
     def _decide_row(self, row, drafts, coins, i, drafted) -> int | None:
         """The token of row i: the draft if it is accepted, else its correction."""
         if self.sampler is not None:
-            return self._draw(row).item()
+            token = self._draw(row).item()
+            return None if token < 0 else token
         if not drafted:
             tokens, accepted, _ = self._verify(
                 row[:, None], None, self._coins(coins, 0, 0)
@@ -222,8 +223,10 @@ class RowShaper:
         return row
 
     def _draw(self, row):
-        logprobs = row - mx.logsumexp(row, axis=-1, keepdims=True)
-        return self.sampler(logprobs).reshape(1)
+        """The sampler's token, -1 when the row has none to give."""
+        total = mx.logsumexp(row, axis=-1, keepdims=True)
+        token = self.sampler(row - total).reshape(1).astype(mx.int32)
+        return mx.where(mx.isfinite(total[0]), token, -1)
 
     @staticmethod
     def _seen(history, drafts, i):

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
+from .drafters import DrafterMismatch
 from .round import Round
 from .sampling import SamplingParams
 from .shaping import Controller, Processor, RowShaper, Sampler
@@ -45,6 +46,11 @@ class SpeculativeDecoder:
             raise ValueError(
                 f"depth must be in [1, {drafter.max_depth}] for the {drafter.name} "
                 f"drafter but is {depth}."
+            )
+        if drafter.needs_hidden and target.hidden_size is None:
+            raise DrafterMismatch(
+                f"The {drafter.name} drafter reads hidden rows, which a "
+                f"{type(target).__name__} does not give."
             )
         drafter.check(target)
         self.target, self.drafter, self.depth = target, drafter, depth
@@ -103,6 +109,7 @@ class SpeculativeDecoder:
                 f"prefill_step_size must be positive but is {prefill_step_size}."
             )
         params = params or SamplingParams()
+        draft_params = draft_params or params
         arrays = params.arrays(1)
         order = params.filter_order
         shaper = None
@@ -115,13 +122,13 @@ class SpeculativeDecoder:
         classify(caches, self.target.adapters)
         greedy = params.greedy or sampler is not None
         stream = Stream(
-            self._round(greedy, order),
+            self._round(greedy, order, draft_params.filter_order),
             _check_prompt(prompt, self.target.vocab_size),
             caches,
             shaper,
             controller,
             arrays,
-            (draft_params or params).arrays(1),
+            draft_params.arrays(1),
             turns,
             max_tokens=max_tokens,
             stop_tokens=stop_tokens,
@@ -131,8 +138,8 @@ class SpeculativeDecoder:
         )
         return SpeculativeIterator(stream)
 
-    def _round(self, greedy: bool, order) -> Round:
-        key = (greedy, order)
+    def _round(self, greedy: bool, order, draft_order) -> Round:
+        key = (greedy, order, draft_order)
         if key not in self._rounds:
             self._rounds[key] = Round(
                 self.target,
@@ -140,6 +147,7 @@ class SpeculativeDecoder:
                 self.depth,
                 greedy=greedy,
                 filter_order=order,
+                draft_filter_order=draft_order,
             )
         return self._rounds[key]
 

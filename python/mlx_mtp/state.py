@@ -40,7 +40,13 @@ class Position:
 
 
 class Adapter(Protocol):
-    """Maps one class of cache to leaves and back."""
+    """Maps one class of cache to leaves and back.
+
+    Attributes:
+        cache_class: The name of that class.
+    """
+
+    cache_class: str
 
     def adopt(self, cache: Any, width: int, capacity: int) -> Leaves:
         """Takes the arrays out of ``cache``, which is left empty."""
@@ -109,6 +115,8 @@ class KVView:
 class KVAdapter:
     """Append-only keys and values. Leaves: keys, values ``(B, H, S, D)``."""
 
+    cache_class = "KVCache"
+
     def adopt(self, cache, width, capacity):
         leaves = (cache.keys, cache.values)
         cache.keys, cache.values, cache.offset = None, None, 0
@@ -152,6 +160,8 @@ class GatedDeltaAdapter:
     and its k, v, g, beta. The replay of the kept steps opens the next round, so a
     finished round can still be cut anywhere.
     """
+
+    cache_class = "ArraysCache"
 
     def __init__(self, key_heads: int):
         self.key_heads = key_heads
@@ -214,7 +224,7 @@ def classify(caches: Sequence[Any], expected: Sequence[Adapter]) -> list[Adapter
             f"{len(expected)} layers with state."
         )
     for i, (cache, adapter) in enumerate(zip(caches, expected, strict=True)):
-        name = _CACHE_CLASS[type(adapter)]
+        name = adapter.cache_class
         if type(cache).__name__ != name:
             raise UnsupportedCache(
                 f"Prompt cache entry {i} is a {type(cache).__name__}, which cannot be "
@@ -228,9 +238,6 @@ def classify(caches: Sequence[Any], expected: Sequence[Adapter]) -> list[Adapter
                 "cache of its own."
             )
     return list(expected)
-
-
-_CACHE_CLASS = {KVAdapter: "KVCache", GatedDeltaAdapter: "ArraysCache"}
 
 
 def _pad(x: mx.array, size: int, axis: int) -> mx.array:

@@ -192,6 +192,7 @@ class Stream:
             del ahead
             for i, token in enumerate(tokens):
                 block.kept = i + 1
+                self.telemetry.round_tokens += block.fed
                 yield self._take(token, i < block.accepted, partial(block.row, i))
             if last:
                 return
@@ -468,6 +469,8 @@ class Stream:
         ]
         # The graph becomes the one owner of the old buffers and writes in place.
         self._state, pending.state = pending.state, None
+        self.telemetry.target_calls += 1
+        self.telemetry.draft_calls += self._drafter.forwards(self._round.depth)
         with self.telemetry.phase("submit"):
             mx.async_eval(pending.counts, pending.logits, pending.proposal, self._state)
         return pending
@@ -494,8 +497,7 @@ class Stream:
             )
         self._length += fed + accepted
         if fed:
-            calls = self._drafter.forwards(self._round.depth)
-            self.telemetry.count_round(drafted, accepted, calls)
+            self.telemetry.count_round(drafted, accepted)
         return block
 
     def _decide(self, pending: _Pending) -> tuple[Decision, int]:

@@ -16,12 +16,13 @@ class Telemetry:
         rounds (int): Draft-verify-accept rounds read by the host.
         drafted (int): Tokens proposed by the drafter.
         accepted (int): Proposed tokens that the target accepted.
-        round_tokens (int): Tokens that rounds gave: accepted + one correction or
-            bonus a round.
-        emitted (int): Tokens handed to the caller, the first one of the prompt
-            included. Tokens of a round behind a stop are not.
-        target_calls (int): Forwards of the target after the prompt.
-        draft_calls (int): Forwards of the drafter after the prompt.
+        emitted (int): Tokens handed to the caller. Those of a round behind a stop
+            are not.
+        round_tokens (int): Emitted tokens that rounds gave: all but the one behind
+            the prompt and forced ones.
+        target_calls (int): Forwards of the target after the prompt, one of a round
+            that was submitted and not read included.
+        draft_calls (int): Forwards of the drafter in these.
         reached_at, accepted_at (list[int]): By position in the block: rounds whose
             drafts before it were all accepted, and those that accepted it too.
         seconds (dict[str, float]): Host wall time by phase: ``prefill``; ``build``
@@ -35,8 +36,8 @@ class Telemetry:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-    round_tokens: int = 0
     emitted: int = 0
+    round_tokens: int = 0
     target_calls: int = 0
     draft_calls: int = 0
     reached_at: list[int] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Telemetry:
 
     @property
     def tokens_per_round(self) -> float:
-        """round_tokens / rounds, the correction or bonus included."""
+        """round_tokens / rounds."""
         return self.round_tokens / self.rounds if self.rounds else 0.0
 
     @property
@@ -64,14 +65,11 @@ class Telemetry:
         """accepted_at / reached_at for each position."""
         return [a / r for a, r in zip(self.accepted_at, self.reached_at, strict=True)]
 
-    def count_round(self, drafted: int, accepted: int, draft_calls: int) -> None:
-        """Counts one round of ``drafted`` proposals."""
+    def count_round(self, drafted: int, accepted: int) -> None:
+        """Counts one round of ``drafted`` proposals that was read."""
         self.rounds += 1
-        self.target_calls += 1
-        self.draft_calls += draft_calls
         self.drafted += drafted
         self.accepted += accepted
-        self.round_tokens += accepted + 1
         reached = min(drafted, accepted + 1)
         for counts, n in ((self.reached_at, reached), (self.accepted_at, accepted)):
             counts.extend([0] * (reached - len(counts)))

@@ -26,12 +26,13 @@ class Target(Protocol):
     """A causal model whose state can be rolled back.
 
     Attributes:
-        vocab_size, hidden_size: V and H.
+        vocab_size: V.
+        hidden_size: H, ``None`` if it gives no hidden rows.
         adapters: One state adapter for each entry of a prompt cache.
     """
 
     vocab_size: int
-    hidden_size: int
+    hidden_size: int | None
     adapters: Sequence[Adapter]
 
     def make_cache(self) -> list[Any]:

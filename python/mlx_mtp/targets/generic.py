@@ -12,12 +12,13 @@ from .base import TargetOutput
 class GenericTarget:
     """A model used through its public call. It gives no hidden rows."""
 
+    hidden_size = None
+
     def __init__(self, model):
         self.model = model
         args = model.args
         config = getattr(args, "text_config", None) or vars(args)
         self.vocab_size = config["vocab_size"]
-        self.hidden_size = config["hidden_size"]
         self.adapters = [KVAdapter() for _ in make_prompt_cache(model)]
 
     def make_cache(self):
