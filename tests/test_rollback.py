@@ -12,7 +12,6 @@ from tiny import (
     ScriptedDrafter,
     emitted,
     plain_tokens,
-    random_head,
     random_prompt,
     start_row,
 )
@@ -20,7 +19,7 @@ from tiny import (
 from mlx_mtp.drafters import NGramDrafter
 from mlx_mtp.round import Round
 from mlx_mtp.speculative import SpeculativeDecoder, UnusableLogits
-from mlx_mtp.targets import GenericTarget, Qwen35Target, as_target
+from mlx_mtp.targets import as_target
 
 DEPTH = 4
 PROMPT = random_prompt(11, 128, 5)

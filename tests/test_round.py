@@ -11,16 +11,12 @@ from tiny import (
     TableTarget,
     emitted,
     plain_tokens,
-    random_head,
     random_prompt,
     start_row,
-    tile,
-    tiny_qwen,
 )
 
 from mlx_mtp.round import Round, stack_states
 from mlx_mtp.sampling import SamplingParams
-from mlx_mtp.speculative import bucket
 from mlx_mtp.targets import as_target
 
 CAPACITY = 256

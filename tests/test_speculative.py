@@ -1,37 +1,27 @@
 """The driver: what it emits, counts, refuses and leaves behind."""
 
+import gc
 import threading
+from dataclasses import replace
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.cache import (
-    ArraysCache,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-)
-from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm import stream_generate
+from mlx_lm.models.cache import ArraysCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from tiny import (
     ScriptedDrafter,
     StatelessDrafter,
-    TableDrafter,
     TableTarget,
     plain_tokens,
     random_head,
     random_prompt,
-    tiny_llama,
 )
 
-from mlx_mtp.drafters import DrafterMismatch, Drafts, NGramDrafter
+from mlx_mtp.drafters import DrafterMismatch, Drafts, MTPHeadDrafter, NGramDrafter
 from mlx_mtp.sampling import SamplingParams
-from mlx_mtp.speculative import (
-    SpeculativeDecoder,
-    UnusableLogits,
-    bucket,
-    speculative_step,
-)
+from mlx_mtp.speculative import SpeculativeDecoder, UnusableLogits, speculative_step
 from mlx_mtp.state import UnsupportedCache
 from mlx_mtp.targets import GenericTarget, as_target
 
@@ -45,22 +35,675 @@ def truth(qwen):
 
 @pytest.fixture(scope="module")
 def scripted(qwen, truth):
-    """A decoder whose drafts are right in a ragged way; depth 4."""
+    """A decoder of depth 4 whose drafts are right in a ragged way."""
     drafter = ScriptedDrafter(truth, 128, [4, 1, 0, 3, 2])
     return SpeculativeDecoder(as_target(qwen), drafter, 4)
+
+
+@pytest.fixture(scope="module")
+def perfect(qwen, truth):
+    """A decoder of depth 4 whose drafts are always right."""
+    return SpeculativeDecoder(as_target(qwen), ScriptedDrafter(truth, 128), 4)
 
 
 def tokens_of(steps):
     return [step.token for step in steps]
 
 
-# Greedy equals mlx_lm
+# Greedy tokens are mlx_lm's.
+
+TASKS = [
+    "What is 3757 + 4868?",
+    "Multiply 3821 by 7.",
+    "Subtract 288 from 9041.",
+    "Sort in ascending order: 12, 5, 99, 41, 77",
+    "How many times does the letter e appear in the word between?",
+    "Write garden backwards.",
+    "What date is 9 days after March 14?",
+    "Tom has 12 pens, buys 7 more and then loses 5. How many pens does Tom have?",
+]
+TALK = [
+    "Define the word water.",
+    "Hello!",
+    "Continue: 3, 7, 11",
+    "Who was Ada Lovelace?",
+]
 
 
-def test_growth_and_bucket_borders_never_change_tokens(scripted, truth):
-    """420 tokens: attended 256, 384, 512, and more slots than were reserved."""
-    steps = scripted.stream(PROMPT, max_tokens=-1)
-    assert [next(steps).token for _ in range(420)] == truth
-    steps.close()
+@pytest.fixture(scope="module")
+def chats(demo):
+    """Twelve prompts, eight of which the model thinks about, and 48 plain tokens."""
+    model, tokenizer = demo
+    chats = []
+    for question in TASKS + TALK:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            enable_thinking=question in TASKS,
+        )
+        plain = stream_generate(model, tokenizer, prompt, max_tokens=48)
+        chats.append((prompt, [response.token for response in plain]))
+    return chats
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 6])
+def test_greedy_tokens_with_the_head_are_mlx_lms(demo_parts, chats, depth):
+    """And tasks have the acceptance of the model's card: 0.99 and more a position."""
+    decoder = SpeculativeDecoder(demo_parts.target, demo_parts.drafter, depth)
+    ends = demo_parts.tokenizer.eos_token_ids
+    reached, accepted = np.zeros(depth), np.zeros(depth)
+    for i, (prompt, plain) in enumerate(chats):
+        steps = decoder.stream(prompt, max_tokens=48, stop_tokens=ends)
+        assert tokens_of(steps) == plain
+        if i < len(TASKS):
+            reached += steps.telemetry.reached_at
+            accepted += steps.telemetry.accepted_at
+    assert (accepted / reached > 0.9).all()
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_greedy_tokens_with_copied_drafts_are_mlx_lms(demo_parts, chats, llama, depth):
+    decoder = SpeculativeDecoder(demo_parts.target, NGramDrafter(), depth)
+    ends = demo_parts.tokenizer.eos_token_ids
+    for prompt, plain in chats[::4]:
+        steps = decoder.stream(prompt, max_tokens=48, stop_tokens=ends)
+        assert tokens_of(steps) == plain
+    decoder = SpeculativeDecoder(as_target(llama), NGramDrafter(max_ngram=2), depth)
+    for seed in range(4):
+        prompt = random_prompt(3 + 9 * seed, 128, seed)
+        steps = decoder.stream(prompt, max_tokens=100)
+        assert tokens_of(steps) == plain_tokens(llama, prompt, 100)
+        assert steps.telemetry.accepted > 0
+
+
+def acceptance(parts, chats, drafter, **options):
+    """Of the first draft of a round at depth 4."""
+    decoder = SpeculativeDecoder(parts.target, drafter, 4)
+    rounds = accepted = 0
+    for prompt, _ in chats:
+        steps = decoder.stream(prompt, max_tokens=48, **options)
+        tokens_of(steps)
+        rounds += steps.telemetry.reached_at[0]
+        accepted += steps.telemetry.accepted_at[0]
+    return accepted / rounds
+
+
+def test_sampled_acceptance_on_the_demo_is_that_of_its_card(demo_parts, chats):
+    """0.966 of the first drafts, here of some 80 rounds."""
+    params = SamplingParams(1.0)
+    tasks = chats[: len(TASKS)]
+    assert (
+        acceptance(demo_parts, tasks, demo_parts.drafter, params=params, seed=7) > 0.9
+    )
+
+
+class WrongRow(MTPHeadDrafter):
+    """Reads the hidden rows of the token before."""
+
+    def propose(self, state, context):
+        hidden = mx.roll(context.hidden, 1, axis=1)
+        return super().propose(state, replace(context, hidden=hidden))
+
+
+def test_a_wrong_hidden_row_shows_as_lost_acceptance(demo_parts, chats):
+    drafter = WrongRow(demo_parts.drafter.head, demo_parts.target)
+    assert acceptance(demo_parts, chats[:3], drafter) < 0.75
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 9, 2048])
+def test_prompt_chunks_change_nothing_and_are_reported(qwen_head, truth, size):
+    decoder = SpeculativeDecoder(qwen_head.target, qwen_head.drafter, 2)
+    seen = []
+    steps = decoder.stream(
+        PROMPT,
+        max_tokens=12,
+        prefill_step_size=size,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert tokens_of(steps) == truth[:12]
+    assert [total for _, total in seen] == [len(PROMPT)] * len(seen)
+    assert [done for done, _ in seen] == [*range(0, 8, size), 8, 9]
+
+
+def test_growth_and_bucket_borders_change_no_token(scripted, qwen, truth):
+    """Attended 256, 384 and 512, and more slots than were reserved."""
     steps = scripted.stream(PROMPT, max_tokens=420)
     assert tokens_of(steps) == truth
+    cache = as_target(qwen).make_cache()
+    mx.eval(qwen(mx.array([PROMPT]), cache=cache))  # few slots are reserved
+    prompt = random_prompt(100, 128, 3)
+    plain = plain_tokens(qwen, PROMPT + prompt, 420)
+    drafter = ScriptedDrafter(plain, 128, [4, 1, 0, 3, 2])
+    steps = SpeculativeDecoder(as_target(qwen), drafter, 4).stream(
+        prompt, max_tokens=-1, caches=cache
+    )
+    assert [next(steps).token for _ in range(420)] == plain
+
+
+# One round
+
+
+SYNCS = ["item", "tolist", "__int__", "__float__", "__bool__", "__index__", "__array__"]
+
+
+@pytest.fixture
+def syncs(monkeypatch):
+    """A list that grows with every way in which Python waits for an array."""
+    calls = []
+
+    def count(owner, name):
+        original = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    for name in SYNCS:
+        if hasattr(mx.array, name):
+            count(mx.array, name)
+    for name in ("eval", "synchronize"):
+        count(mx, name)
+    assert bool(mx.array(1)) and calls == ["__bool__"]
+    return calls
+
+
+def test_the_host_waits_once_a_round(scripted, truth, syncs):
+    steps = scripted.stream(PROMPT, max_tokens=-1)
+    for _ in range(20):
+        next(steps)
+    rounds, target_calls = steps.telemetry.rounds, steps.telemetry.target_calls
+    syncs.clear()
+    for _ in range(200):
+        next(steps)
+    assert syncs == ["tolist"] * (steps.telemetry.rounds - rounds)
+    assert len(syncs) > 60
+    assert steps.telemetry.target_calls - target_calls == len(syncs)
+
+
+def test_streams_of_one_decoder_share_their_traces(qwen_head):
+    decoder = SpeculativeDecoder(qwen_head.target, qwen_head.drafter, 2)
+    for seed in range(3):
+        tokens_of(decoder.stream(random_prompt(3 + seed, 128, seed), max_tokens=20))
+    (round_,) = decoder._rounds.values()
+    assert round_.traces == 1
+
+
+# Limits and counts
+
+
+@pytest.mark.parametrize("processors", [[], [lambda tokens, logits: logits]])
+def test_exactly_max_tokens_are_emitted_and_counted(perfect, truth, processors):
+    for limit in range(1, 13):
+        steps = perfect.stream(PROMPT, max_tokens=limit, processors=processors)
+        emitted = list(steps)
+        assert [step.token for step in emitted] == truth[:limit]
+        counts = steps.telemetry
+        rounds = -(-(limit - 1) // 5)
+        assert counts.emitted == limit
+        assert counts.rounds == rounds
+        assert counts.drafted == counts.accepted == 4 * rounds
+        assert counts.rejected == 0
+        assert counts.reached_at == counts.accepted_at == [rounds] * min(4, 4 * rounds)
+        assert counts.drafted >= sum(step.from_draft for step in emitted)
+        assert counts.round_tokens == limit - 1
+        assert counts.draft_calls == 4 * rounds
+        # One forward feeds the last token if no round has.
+        assert counts.target_calls == rounds + (limit % 5 == 1)
+
+
+def test_tokens_behind_a_stop_are_not_counted(perfect, truth):
+    """A block of four right drafts whose second is the end adds two."""
+    steps = perfect.stream(PROMPT, stop_tokens={truth[2]})
+    assert tokens_of(steps) == truth[:3]
+    assert steps.telemetry.emitted == 3
+    assert steps.telemetry.rounds == 1
+    assert steps.telemetry.tokens_per_round == 2
+
+
+def test_counts_by_position_follow_the_acceptance(scripted, truth):
+    """Accepted 4, 1, 0, 3, 2 of 4 and again."""
+    steps = scripted.stream(PROMPT, max_tokens=31)
+    marks = [step.from_draft for step in steps]
+    counts = steps.telemetry
+    assert counts.rounds == 10
+    assert (counts.drafted, counts.accepted, counts.rejected) == (40, 20, 20)
+    assert counts.reached_at == [10, 8, 6, 4]
+    assert counts.accepted_at == [8, 6, 4, 2]
+    assert counts.acceptance_by_position == [0.8, 6 / 8, 4 / 6, 0.5]
+    assert counts.acceptance_rate == 0.5
+    assert counts.tokens_per_round == 3
+    assert sum(marks) == counts.accepted
+    assert marks[:8] == [False, True, True, True, True, False, True, False]
+    assert set(counts.seconds) == {"prefill", "build", "submit", "wait", "close"}
+    assert counts.fallback is None
+
+
+def test_a_round_that_was_submitted_and_not_read_is_counted(scripted):
+    steps = scripted.stream(PROMPT)
+    for _ in range(3):
+        next(steps)
+    steps.close()
+    assert steps.telemetry.rounds == 1
+    assert steps.telemetry.target_calls == 2
+
+
+# Seeds and log-probabilities
+
+
+def test_a_seed_fixes_a_stream(qwen_head):
+    decoder = SpeculativeDecoder(qwen_head.target, qwen_head.drafter, 3)
+    params = SamplingParams(1.0)
+
+    def run(seed):
+        steps = decoder.stream(PROMPT, max_tokens=24, params=params, seed=seed)
+        return tokens_of(steps)
+
+    assert run(5) == run(5)
+    assert len({tuple(run(seed)) for seed in range(4)}) == 4
+    assert run(None) != run(None)
+    mx.random.seed(1)
+    first = run(None)
+    mx.random.seed(1)
+    assert run(None) == first
+
+
+@pytest.mark.parametrize("processors", [[], [lambda tokens, logits: logits]])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logprobs_are_those_of_the_targets_row(scripted, qwen, processors, temperature):
+    """Of accepted, corrected and bonus tokens; before temperature."""
+    steps = scripted.stream(
+        PROMPT,
+        max_tokens=30,
+        params=SamplingParams(temperature),
+        processors=processors,
+        seed=3,
+    )
+    emitted = list(steps)
+    logits = qwen(mx.array([PROMPT + [step.token for step in emitted]]))[0]
+    plain = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    for i, step in enumerate(emitted):
+        expected = plain[len(PROMPT) - 1 + i]
+        assert step.logprobs.shape == expected.shape
+        assert mx.allclose(step.logprobs, expected, atol=1e-4)
+
+
+# Processors
+
+
+class Recorder:
+    """Keeps every history that it was called with."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, tokens, logits):
+        self.seen.append(tokens.tolist())
+        return logits
+
+
+def test_a_processor_sees_every_emitted_token_once_and_nothing_rejected(
+    scripted, truth
+):
+    recorder = Recorder()
+    steps = scripted.stream(PROMPT, max_tokens=40, processors=[recorder])
+    assert tokens_of(steps) == truth[:40]
+    full = PROMPT + truth
+    rounds = [seen for seen in recorder.seen if len(seen) < len(PROMPT) + 40]
+    assert rounds == [full[: len(PROMPT) + i] for i in range(40)]
+    assert steps.telemetry.fallback.startswith("split round")
+
+
+class Alternates:
+    """Forbids even ids after an even number of calls: wrong if a call is lost."""
+
+    calls = 0
+
+    def __call__(self, tokens, logits):
+        ids = mx.arange(logits.shape[1])
+        self.calls += 1
+        return mx.where(ids % 2 == self.calls % 2, -mx.inf, logits)
+
+
+class AlternatesAhead(Alternates):
+    def checkpoint(self):
+        return self.calls
+
+    def restore(self, mark):
+        self.calls = mark
+
+
+def plain_processed(model, prompt, count, processors):
+    return plain_tokens(model, prompt, count, logits_processors=processors)
+
+
+@pytest.mark.parametrize("kind", [Alternates, AlternatesAhead])
+@pytest.mark.parametrize("plan", [[99], [0], [4, 1, 0, 3, 2]])
+def test_a_processor_with_state_gives_mlx_lms_tokens(qwen, kind, plan):
+    plain = plain_processed(qwen, PROMPT, 40, [Alternates()])
+    decoder = SpeculativeDecoder(
+        as_target(qwen), ScriptedDrafter(plain, 128, plan), depth=4
+    )
+    processor = kind()
+    steps = decoder.stream(PROMPT, max_tokens=40, processors=[processor])
+    assert tokens_of(steps) == plain
+    assert steps.telemetry.rounds == {99: 8, 0: 39, 4: 14}[plan[0]]
+
+
+@pytest.mark.parametrize("plan", [[99], [4, 1, 0, 3, 2]])
+def test_penalties_of_mlx_lm_hold_inside_a_block(qwen, plan):
+    def processors():
+        return make_logits_processors(
+            logit_bias={3: 0.5},
+            repetition_penalty=1.3,
+            repetition_context_size=12,
+            presence_penalty=0.1,
+            frequency_penalty=0.05,
+        )
+
+    plain = plain_processed(qwen, PROMPT, 48, processors())
+    assert plain != plain_tokens(qwen, PROMPT, 48)
+    decoder = SpeculativeDecoder(
+        as_target(qwen), ScriptedDrafter(plain, 128, plan), depth=4
+    )
+    steps = decoder.stream(PROMPT, max_tokens=48, processors=processors())
+    assert tokens_of(steps) == plain
+    assert steps.telemetry.accepted > 15
+
+
+class Proposes(StatelessDrafter):
+    """The same block every round."""
+
+    def __init__(self, block):
+        self.block = mx.array([block])
+
+    def propose(self, state, context):
+        return Drafts(self.block[:, : context.depth]), state
+
+
+def constant_target(*row):
+    return TableTarget(mx.broadcast_to(mx.array(row), (len(row),) * 3))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_the_second_of_two_equal_drafts_is_penalised_by_the_first(depth):
+    """A = 1.0, B = 0.9, C = 0.2, penalty 2: A, B, then the halved A again."""
+    target = constant_target(1.0, 0.9, 0.2)
+    decoder = SpeculativeDecoder(target, Proposes([0, 0, 0, 0]), depth)
+    processors = make_logits_processors(
+        repetition_penalty=2.0, repetition_context_size=20
+    )
+    steps = decoder.stream([2], max_tokens=4, processors=processors)
+    assert tokens_of(steps) == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("end", range(8))
+def test_a_minimum_length_counts_tokens_not_rounds(end):
+    """The end token is drafted in every slot and must not come before its time."""
+
+    def minimum(tokens, logits):
+        early = tokens.size - 1 < end
+        return mx.where((mx.arange(3) == 2) & early, -mx.inf, logits)
+
+    decoder = SpeculativeDecoder(constant_target(0.0, 1.0, 2.0), Proposes([1, 2, 2]), 3)
+    steps = decoder.stream([0], processors=[minimum], stop_tokens={2})
+    assert tokens_of(steps) == [1] * end + [2]
+
+
+def test_any_sampler_draws_what_it_would_without_drafts(scripted, qwen, truth):
+    """Its own greedy and a sharp one; drafts are accepted where they match."""
+    for sampler in (make_sampler(0.0), make_sampler(1e-4)):
+        steps = scripted.stream(PROMPT, max_tokens=30, sampler=sampler)
+        assert tokens_of(steps) == truth[:30]
+        assert steps.telemetry.accepted == 20
+    mx.random.seed(2)
+    steps = scripted.stream(PROMPT, max_tokens=30, sampler=make_sampler(3.0))
+    assert tokens_of(steps) != truth[:30]
+
+
+def test_a_sampler_sees_normalised_logprobs_after_processors(scripted):
+    def sampler(logprobs):
+        assert logprobs.shape == (1, 128)
+        assert abs(mx.logsumexp(logprobs).item()) < 1e-4
+        assert logprobs[0, 5].item() == -mx.inf
+        return mx.argmax(logprobs, axis=-1)
+
+    def forbid(tokens, logits):
+        return mx.where(mx.arange(128) == 5, -mx.inf, logits)
+
+    steps = scripted.stream(PROMPT, max_tokens=12, sampler=sampler, processors=[forbid])
+    assert len(tokens_of(steps)) == 12
+
+
+def test_a_sampler_is_not_asked_about_unusable_logits():
+    target = constant_target(0.0, 2.0, 1.0)
+    target.table = mx.where(mx.arange(3)[:, None] == 1, mx.nan, target.table)
+    decoder = SpeculativeDecoder(target, Proposes([1, 2]), 2)
+    for processors in ([], [lambda tokens, logits: logits]):
+        steps = decoder.stream(
+            [1, 0], sampler=make_sampler(0.0), processors=processors, max_tokens=9
+        )
+        assert next(steps).token == 1
+        with pytest.raises(UnusableLogits):
+            tokens_of(steps)
+
+
+# What is refused, before anything is written
+
+
+@pytest.fixture(scope="module")
+def small(llama):
+    return SpeculativeDecoder(as_target(llama), NGramDrafter(), 2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ([], ValueError, r"at least one token id, .* but has shape \(0,\)"),
+        ([[1, 2]], ValueError, r"but has shape \(1, 2\)"),
+        (3, ValueError, r"but has shape \(\)"),
+        ([1.0, 2.0], TypeError, "integer token ids but has mlx.core.float32"),
+        ([True], TypeError, "bool"),
+        ([1, 128], ValueError, "token id 128, outside of the vocabulary of 128"),
+        ([-1, 5], ValueError, "token id -1"),
+    ],
+)
+def test_a_bad_prompt_is_refused(small, prompt, error, message):
+    with pytest.raises(error, match=message):
+        small.stream(prompt)
+
+
+@pytest.mark.parametrize("dtype", [mx.int64, mx.uint32, mx.uint8])
+def test_prompts_of_any_integer_type_are_the_same(small, llama, dtype):
+    prompt = mx.array([5, 6, 7]).astype(dtype)
+    steps = small.stream(prompt, max_tokens=5)
+    assert tokens_of(steps) == plain_tokens(llama, [5, 6, 7], 5)
+
+
+@pytest.mark.parametrize("limit", [0, -2])
+def test_a_bad_limit_is_refused(small, limit):
+    with pytest.raises(ValueError, match=f"max_tokens .* {limit}"):
+        small.stream([1], max_tokens=limit)
+    with pytest.raises(ValueError, match=f"prefill_step_size .* {limit}"):
+        small.stream([1], prefill_step_size=limit)
+
+
+@pytest.mark.parametrize("depth", [0, -1, 33, 99])
+def test_a_bad_depth_is_refused(llama, depth):
+    with pytest.raises(ValueError, match=rf"in \[1, 32\] for the ngram .* {depth}"):
+        SpeculativeDecoder(as_target(llama), NGramDrafter(), depth)
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"filter_order": "first"}, "filter_order"),
+    ],
+)
+def test_bad_sampling_parameters_are_refused(values, name):
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**values)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"vocab": 96}, "vocabulary 96 but the target has 128"),
+        ({"hidden": 32}, "hidden size 32 but the target has 64"),
+    ],
+)
+def test_a_head_of_another_model_is_refused(qwen_head, config, message):
+    drafter = random_head(qwen_head.target, **config)
+    with pytest.raises(DrafterMismatch, match=message):
+        SpeculativeDecoder(qwen_head.target, drafter)
+
+
+def test_a_head_is_refused_by_a_target_without_hidden_rows(llama, qwen_head):
+    target = GenericTarget(llama)
+    drafter = MTPHeadDrafter(qwen_head.drafter.head, target)
+    with pytest.raises(DrafterMismatch, match="hidden"):
+        SpeculativeDecoder(target, drafter)
+
+
+def filled(cache, layers=1):
+    rows = mx.random.normal((1, 2, 6, 64), key=mx.random.key(1))
+    for entry in cache:
+        entry.update_and_fetch(rows, rows)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: filled([RotatingKVCache(max_size=16) for _ in range(2)]), "Rotating"),
+        (lambda: filled([QuantizedKVCache() for _ in range(2)]), "QuantizedKVCache"),
+        (lambda: [ArraysCache(2), ArraysCache(2)], "ArraysCache"),
+        (lambda: [], "has 0 entries but the model has 2 layers"),
+    ],
+)
+def test_a_cache_that_cannot_be_rolled_back_is_refused_untouched(small, make, message):
+    cache = make()
+    before = [list(vars(entry).items()) for entry in cache]
+    with pytest.raises(UnsupportedCache, match=message):
+        small.stream([1, 2], caches=cache)
+    for entry, attributes in zip(cache, before, strict=True):
+        assert all(vars(entry)[name] is value for name, value in attributes)
+
+
+def test_padded_recurrent_rows_are_refused(qwen_head):
+    decoder = SpeculativeDecoder(qwen_head.target, qwen_head.drafter)
+    cache = qwen_head.target.make_cache()
+    cache[0] = ArraysCache(2, left_padding=[1])
+    with pytest.raises(UnsupportedCache, match="entry 0 holds padded batch rows"):
+        decoder.stream([1, 2], caches=cache)
+
+
+# Models that cannot be traced
+
+
+class HostOffset(GenericTarget):
+    """A model that reads its cache's offset as a Python integer."""
+
+    def prefill(self, tokens, caches):
+        self.offsets.append(int(caches[0].offset))
+        return super().prefill(tokens, caches)
+
+    forward = prefill
+    offsets: list = []  # noqa: RUF012
+
+
+@pytest.mark.parametrize("processors", [[], [lambda tokens, logits: logits]])
+def test_a_model_that_cannot_be_traced_runs_eagerly(llama, processors):
+    target, tokens = HostOffset(llama), plain_tokens(llama, PROMPT, 300)
+    decoder = SpeculativeDecoder(target, ScriptedDrafter(tokens, 128, [2, 0, 3, 1]), 3)
+    for _ in range(2):  # a second stream of the decoder as well
+        target.offsets = []
+        cache = target.make_cache()
+        steps = decoder.stream(
+            PROMPT, max_tokens=300, caches=cache, processors=processors
+        )
+        assert tokens_of(steps) == tokens
+        assert steps.telemetry.fallback.startswith("eager round: ")
+        assert steps.telemetry.acceptance_rate == 0.5
+        assert target.offsets[2:5] == [9, 12, 13]
+        assert cache[0].offset == len(PROMPT) + 300
+    steps = decoder.stream(
+        PROMPT, max_tokens=40, processors=processors, params=SamplingParams(1e-5)
+    )
+    assert tokens_of(steps) == tokens[:40]
+
+
+def test_an_error_of_the_model_is_not_hidden_by_the_fallback(llama):
+    class Fails(GenericTarget):
+        def forward(self, tokens, views):
+            raise OSError("broken layer")
+
+    cache = Fails(llama).make_cache()
+    decoder = SpeculativeDecoder(Fails(llama), NGramDrafter(), 2)
+    steps = decoder.stream(PROMPT, caches=cache)
+    with pytest.raises(OSError, match="broken layer"):
+        tokens_of(steps)
+    assert cache[0].offset == len(PROMPT)
+
+
+# Threads
+
+
+def in_thread(function):
+    """``function()`` in a new thread; its result or its exception."""
+    out = []
+
+    def work():
+        try:
+            out.append(function())
+        except Exception as error:
+            out.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread, out
+
+
+def test_a_decoder_works_from_any_thread(scripted, truth):
+    def decode():
+        return tokens_of(scripted.stream(PROMPT, max_tokens=40))
+
+    assert decode() == truth[:40]
+    for _ in range(2):
+        thread, out = in_thread(decode)
+        thread.join()
+        assert out == [truth[:40]]
+    pairs = [in_thread(decode) for _ in range(2)]
+    for thread, _ in pairs:
+        thread.join()
+    assert [out for _, out in pairs] == [[truth[:40]]] * 2
+
+
+def test_a_stream_may_be_closed_from_another_thread(scripted, qwen, truth):
+    cache = scripted.target.make_cache()
+    steps = scripted.stream(PROMPT, caches=cache)
+    assert [next(steps).token for _ in range(7)] == truth[:7]
+    thread, out = in_thread(steps.close)
+    thread.join()
+    assert out == [None]
+    more = plain_tokens(qwen, truth[6:7], 1, cache)  # the cache is whole
+    assert len(more) == 1
+    del steps
+    gc.collect()
+
+
+def test_speculative_step_is_the_decoders_stream(llama):
+    steps = speculative_step(
+        PROMPT, as_target(llama), NGramDrafter(), depth=4, max_tokens=12
+    )
+    assert tokens_of(steps) == plain_tokens(llama, PROMPT, 12)
