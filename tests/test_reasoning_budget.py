@@ -33,8 +33,11 @@ class Log(list):
 def plain(budget, model, size):
     """Decodes token by token."""
     out = Log()
+    free_to = 0  # what the horizon has promised
     while len(out) < size:
+        free_to = max(free_to, len(out) + budget.horizon())
         tokens = budget.forced() or [model(out)]
+        assert not budget.forced() or len(out) >= free_to
         out.forwards += 1
         for token in tokens:
             budget.accept(token)
@@ -320,10 +323,26 @@ def test_a_close_begun_at_the_limit_is_completed_and_not_doubled(size):
     assert budget.spent == 4
 
 
+@pytest.mark.parametrize("size", range(3, len("◁/think".encode()) + 1))
+def test_a_close_with_wide_characters_is_completed_too(size):
+    """`size` bytes, whole characters, are written when the limit is met."""
+    wide = r.ReasoningConfig("◁think▷", "◁/think▷")
+    budget = make(4 + size, SPELLED, wide, primed=True)
+    model = scripted(SPELLED.spell("aaaa◁/think▷")[: 4 + size], 0x96)
+    text = SPELLED.text(plain(budget, model, 30))
+    assert text.startswith("aaaa◁/think▷")
+
+
 def test_a_lone_bracket_at_the_limit_becomes_the_close_against_the_models_will():
     budget = make(3, SPELLED, primed=True)
     out = plain(budget, scripted(SPELLED.spell("aa<b c"), ord("x")), 12)
     assert SPELLED.text(out).startswith("aa</think>")
+
+
+def test_a_close_begun_right_at_the_start_is_completed_too():
+    budget = make(2, SPELLED, primed=True)
+    out = plain(budget, scripted(SPELLED.spell("\n<b"), ord("x")), 12)
+    assert SPELLED.text(out) == "\n</think>xxx"
 
 
 def test_a_prefix_that_diverged_before_the_limit_is_charged():
@@ -536,6 +555,21 @@ def test_loops_are_found_at_the_same_token_with_lookahead():
         assert speculative(fresh[0], model, draft, 120, depth) == expected
         assert speculative(fresh[1], model, draft, 120, depth, True) == expected
         assert looking_ahead(fresh[2], model, draft, 120, depth) == expected
+
+
+def test_a_lookahead_does_not_disturb_the_tokens_a_loop_is_found_in():
+    budget = make(500, primed=True, loops=r.LoopGuard(longest=2, repeats=6, every=12))
+    for _ in range(5):
+        budget.accept(A)
+        budget.accept(B)
+    mark = budget.checkpoint()
+    for token in b"cdefghijkl":
+        budget.accept(token)
+    budget.restore(mark)
+    budget.accept(A)
+    assert not budget.forced()
+    budget.accept(B)
+    assert list(budget.forced()) == FORCED
 
 
 # Checkpoints

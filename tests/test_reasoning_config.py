@@ -62,6 +62,15 @@ def test_configs_are_equal_by_their_fields():
     assert config(FLAG()) != config(FLAG(), implicit_ends=("<tool_call>",))
 
 
+def test_bad_configs_are_refused():
+    with pytest.raises(TypeError, match="delimiters must be str but one is int"):
+        r.ReasoningConfig("<think>", 7)
+    with pytest.raises(r.ReasoningError, match="must differ"):
+        r.ReasoningConfig("---", "---")
+    with pytest.raises(r.ReasoningError, match=r"tools must be one of .* 'nope'"):
+        r.ReasoningConfig("<think>", "</think>", tools="nope")
+
+
 # Families
 
 WANTED = """qwen3 qwen3_5 deepseek_r1 deepseek_v3 deepseek_v3_2 gemma4 mistral glm

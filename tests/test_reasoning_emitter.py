@@ -71,6 +71,20 @@ def test_two_blocks_with_text_between():
     assert both(text) == ("ab", "midend")
 
 
+def test_line_starts_and_code_are_known_between_plain_tokens():
+    spelled = Pieces()
+    word = spelled.id(b"word")
+    tokens = [*spelled.spell("<think>a</think>\n"), word, word]
+    tokens += spelled.spell(" <think> <think>")
+    events = by_token(THINK, spelled.vocabulary, tokens)
+    assert r.collect(events).response == "wordword <think> <think>"
+    pieces = Pieces(controls(THINK))
+    word = pieces.id(b"word")
+    tokens = [*pieces.encode("<think>a</think>"), word, word]
+    tokens += [ord("`"), word, *pieces.encode("` <think>b")]
+    assert r.collect(by_token(THINK, pieces.vocabulary, tokens)).reasoning == "ab"
+
+
 def test_a_second_thought_in_the_middle_of_a_line_needs_the_control_token():
     text = "<think>a</think>mid<think>b</think>end"
     pieces = Pieces(controls(THINK))
@@ -124,6 +138,11 @@ def test_a_stray_closer_is_text_but_a_repeated_one_is_framing():
 def test_custom_delimiters_leave_other_tags_alone():
     custom = r.ReasoningConfig("◁think▷", "◁/think▷")
     assert both("◁think▷<think>a◁/think▷</think>b", custom) == ("<think>a", "</think>b")
+
+
+def test_the_first_complete_delimiter_wins_and_the_longest_at_equal_ends():
+    config = r.ReasoningConfig("<t>", "</t>", other_ends=("<x></t>", "</t>!"))
+    assert both("<t>a<x></t>!b", config) == ("a", "!b")
 
 
 def test_empty_delimiters_never_match():
@@ -353,10 +372,13 @@ def test_a_bare_call_counts_only_with_tools_and_a_bare_answer_is_no_error():
 def test_a_call_that_never_ends_does_not_grow_without_limit():
     emitter = r.ReasoningEmitter(QWEN)
     emitter.push_text("<tool_call>")
-    out = "".join(e.text for _ in range(12) for e in emitter.push_text("x" * 100_000))
+    events = [e for _ in range(12) for e in emitter.push_text("x" * 100_000)]
+    rejected = [e.reason for e in events if isinstance(e, r.RejectedToolCall)]
+    assert rejected == ["too_long"]
     emitter.push_text("</tool_call>")
-    out += "".join(e.text for e in emitter.push_text(CALL) if isinstance(e, r.ToolCall))
-    assert out == "<tool_call>" + "x" * 1_200_000 + CALL
+    events += [e for e in emitter.push_text(CALL) if isinstance(e, r.ToolCall)]
+    text = "".join(event.text for event in events)
+    assert text == "<tool_call>" + "x" * 1_200_000 + CALL
 
 
 # Answer wrappers
@@ -460,6 +482,11 @@ def test_harmony_a_header_without_end_is_text_again():
     events = by_text(HARMONY, text, trim=False)
     assert "".join(event.text for event in events) == text
     assert r.collect(events).response.endswith("xy")
+    for size in (1, 7, 1000, 1024, 5000):
+        chunks = [text[i : i + size] for i in range(0, len(text), size)]
+        assert by_text(HARMONY, chunks, trim=False) == events
+    late = "<|channel|>" + "x" * 1020 + "<|channel|>analysis<|message|>a<|end|>b"
+    assert by_text(HARMONY, [late]) == by_text(HARMONY, late)
 
 
 # Tokens
@@ -491,6 +518,22 @@ def test_a_whole_block_in_one_token_closes():
     scanner = r.Scanner(THINK, vocabulary=pieces.vocabulary)
     scanner.accept(pieces.id(b"<think></think>"))
     assert scanner.closed and not scanner.inside
+
+
+def test_words_and_spaces_that_are_added_tokens_do_not_hide_a_spelled_delimiter():
+    config = r.family("granite")
+    pieces = Pieces([" ", "my", "thought"])
+    tokens = pieces.spell("Here is my thought process:a Here is my response:b")
+    split = r.collect(by_token(config, pieces.vocabulary, tokens))
+    assert (split.reasoning, split.response) == ("a", "b")
+
+
+def test_the_longest_control_token_makes_the_delimiter():
+    config = r.ReasoningConfig("<|c|>think", "<|e|>")
+    pieces = Pieces(["<|c|>", "<|c|>think", "<|e|>"])
+    tokens = [pieces.controls["<|c|>think"], ord("a"), *pieces.encode("<|e|>b")]
+    split = r.collect(by_token(config, pieces.vocabulary, tokens))
+    assert (split.reasoning, split.response) == ("a", "b")
 
 
 def test_a_stream_that_never_opens_is_response():
@@ -532,6 +575,27 @@ def test_reasoning_tokens_are_those_of_thoughts_without_delimiters():
     assert events[-1].reasoning_tokens == len("abc< d")
 
 
+@pytest.mark.parametrize("size", range(1, 5))
+def test_case_20_a_grammar_gets_only_the_tokens_after_the_thought(size):
+    pieces = Pieces(controls(THINK))
+    tokens = pieces.encode("a.</think>\n\n{}")
+    scanner = r.Scanner(THINK, vocabulary=pieces.vocabulary, primed=True)
+    matched = []
+    for at in range(0, len(tokens), size):
+        for token in tokens[at : at + size]:
+            if scanner.closed:
+                matched.append(token)
+            scanner.accept(token)
+    assert pieces.text(matched) == "\n\n{}"
+
+
+def test_a_stream_is_of_tokens_or_of_text():
+    with pytest.raises(r.ReasoningError, match="needs a vocabulary"):
+        r.ReasoningEmitter(THINK).push(1)
+    with pytest.raises(r.ReasoningError, match="use push"):
+        r.ReasoningEmitter(THINK, Pieces().vocabulary).push_text("a")
+
+
 # Unicode
 
 
@@ -564,6 +628,13 @@ def test_case_39_a_character_that_is_cut_off_is_one_replacement_character():
         )
 
 
+def test_a_character_cut_off_by_a_delimiter_is_one_replacement_character():
+    pieces = Pieces(controls(THINK))
+    tokens = [ord("a"), 0xF0, 0x9F, *pieces.encode("</think>b")]
+    split = r.collect(by_token(THINK, pieces.vocabulary, tokens, primed=True))
+    assert (split.reasoning, split.response) == ("a\ufffd", "b")
+
+
 @pytest.mark.parametrize(
     "cluster", ["e\u0301", "👍🏽", "👩\u200d🚀", "🇩🇪", "ก\u0e33"[:1] + "\u0e31"]
 )
@@ -572,6 +643,11 @@ def test_a_delta_never_splits_a_character_and_its_marks(cluster):
     emitter = r.ReasoningEmitter(THINK)
     events = [event for char in text for event in emitter.push_text(char)]
     events += emitter.finish()
+    pieces = Pieces(controls(THINK))
+    emitter = r.ReasoningEmitter(THINK, pieces.vocabulary)
+    whole = pieces.id(cluster.encode())
+    for token in [*pieces.encode("<think>x"), whole, whole, *pieces.spell("a b")]:
+        events += emitter.push(token)
     for event in events:
         if isinstance(event, r.ReasoningDelta | r.ResponseDelta):
             assert event.text.replace(cluster, "").isascii(), event

@@ -1,6 +1,7 @@
 """Tool call formats."""
 
 import json
+import time
 
 import pytest
 
@@ -229,6 +230,44 @@ def test_positional_arguments_and_hostile_python_are_refused():
     ):
         with pytest.raises(r.ToolCallError):
             r.parse_tool_calls(f"<function_calls>{body}</function_calls>", "olmo")
+
+
+def test_bad_declarations_are_refused_before_any_token():
+    for tools in ([{"type": "function"}], ["weather"], [{"function": {}}], 5):
+        with pytest.raises(r.ReasoningError, match="tools must be mappings"):
+            r.ReasoningEmitter(r.family("qwen3"), tools=tools)
+
+
+# Beginning, what is repeated, end.
+HOSTILE = {
+    "openers": ("", "<tool_call>", ""),
+    "functions": ("<tool_call>", "<function=a>", "</tool_call>"),
+    "parameters": ("<tool_call><function=a>", "<parameter=b>", "</tool_call>"),
+    "objects": ("<tool_call>", '{"name": "a"} ', "</tool_call>"),
+    "thoughts": ("", "<think></think>", ""),
+    "literal": ("", "`<think>` ", ""),
+    "brackets": ("", "<<<<", ""),
+    "backticks": ("", "``` ` ", ""),
+    "spaces": ("a", "  \n ", ""),
+    "marks": ("e", "\u0301", ""),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_text_takes_linear_time(name):
+    first, repeated, last = HOSTILE[name]
+
+    def seconds(count):
+        text = first + repeated * count + last
+        emitter = r.ReasoningEmitter(r.family("qwen3_5"), trim=False)
+        start = time.process_time()
+        events = [*emitter.push_text(text), *emitter.finish()]
+        seconds = time.process_time() - start
+        assert "".join(event.text for event in events) == text
+        return seconds
+
+    # Quadratic time would be 64 times as long.
+    assert seconds(8000) < 24 * seconds(1000) + 0.3
 
 
 def test_an_unknown_protocol_is_an_error():

@@ -19,7 +19,6 @@ from .config import (
     Frame,
     PromptStrategy,
     ReasoningConfig,
-    ReasoningError,
     Transition,
     UnknownEffort,
 )
@@ -38,6 +37,7 @@ from .emitter import (
     collect,
     split,
 )
+from .errors import ReasoningError
 from .families import FAMILIES, QWEN_TRANSITION, Family, UnknownFamily, family
 from .resolve import REGISTRY, ChatTemplate, Model, Registry, TemplateError, resolve
 from .scan import Scanner

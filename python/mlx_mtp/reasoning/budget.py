@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from .config import ReasoningConfig, ReasoningError, Transition
+from .config import ReasoningConfig, Transition
+from .errors import ReasoningError
 from .scan import Scanner
 from .vocabulary import Vocabulary
 

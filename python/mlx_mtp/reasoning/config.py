@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-
-class ReasoningError(ValueError):
-    """Base class of every error of this package."""
+from .errors import ReasoningError
+from .tools import PROTOCOLS
 
 
 class CannotDisableReasoning(ReasoningError):
@@ -143,6 +142,24 @@ class ReasoningConfig:
     opens: bool | None = None
     turn: str = ""
     frame: Frame | None = None
+
+    def __post_init__(self):
+        for text in (*self.starts, *self.ends, *self.implicit_ends):
+            if not isinstance(text, str):
+                raise TypeError(
+                    "[ReasoningConfig] delimiters must be str but one is "
+                    f"{type(text).__name__}."
+                )
+        if set(self.starts) & set(self.ends):
+            raise ReasoningError(
+                "[ReasoningConfig] start and end must differ but both are "
+                f"{self.start!r}."
+            )
+        if self.tools and self.tools not in PROTOCOLS:
+            raise ReasoningError(
+                f"[ReasoningConfig] tools must be one of {', '.join(PROTOCOLS)} but is "
+                f"{self.tools!r}."
+            )
 
     @property
     def starts(self) -> tuple[str, ...]:

@@ -11,13 +11,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import scan
 from .config import ReasoningConfig
-from .scan import Scanner
-from .tools import Call, ToolCallError, Tools, parse_tool_calls
+from .delimiters import (
+    END,
+    LEADING,
+    REASONING,
+    RESPONSE,
+    START,
+    TOOL,
+    TOOL_CLOSE,
+    TOOL_OPEN,
+)
+from .errors import ReasoningError
+from .scan import Item, Scanner
+from .tools import Call, ToolCallError, Tools, Types, parse_calls
 from .vocabulary import Vocabulary
 
-MAX_TOOL_TEXT = 1 << 20  # characters of one call
+PIECE = 512  # characters scanned at once
+MAX_TOOL_TEXT = 1 << 18  # characters of one call
 MAX_SPACE = 1024  # characters of white space held back
 MAX_CLUSTER = 32  # code points of one held back character
 
@@ -131,8 +142,9 @@ class ReasoningEmitter:
         self._scanner = Scanner(
             config, primed=primed, vocabulary=vocabulary, bare_tools=bool(tools)
         )
+        self._of_tokens = vocabulary is not None
         self._protocol = config.tools or "none"
-        self._tools = tools
+        self._types = Types(tools)
         self._trim = trim
         self._pending: list[Event] = [ReasoningStart(primed=True)] if primed else []
         self._delta = ReasoningDelta if primed else ResponseDelta
@@ -167,12 +179,20 @@ class ReasoningEmitter:
 
     def push_text(self, text: str) -> list[Event]:
         """Reads a piece of text, of any length."""
-        return self._route(self._scanner.feed(text), False)
+        if self._of_tokens:
+            raise ReasoningError(
+                "[ReasoningEmitter] this is a stream of tokens, use push."
+            )
+        # In bounded pieces, so that time is linear in the length.
+        items = []
+        for at in range(0, len(text), PIECE):
+            items += self._scanner.feed(text[at : at + PIECE])
+        return self._route(items, False)
 
     def finish(self, reason: str = "stop") -> list[Event]:
         """Ends the stream. `reason`: "stop", "length" or whatever the caller says."""
         events = self._route(self._scanner.finish(), False)
-        if self._scanner.region == scan.TOOL:
+        if self._scanner.region == TOOL:
             events += self._call_events(complete=reason != "length")
         self._flush(events)
         if self._scanner.inside:
@@ -188,14 +208,14 @@ class ReasoningEmitter:
         events, self._pending = self._pending, []
         return events
 
-    def _route(self, items: Iterable[scan.Item], forced: bool) -> list[Event]:
+    def _route(self, items: Iterable[Item], forced: bool) -> list[Event]:
         events = self._started()
         for kind, text, cause in items:
-            if kind in (scan.RESPONSE, scan.REASONING):
+            if kind in (RESPONSE, REASONING):
                 self._text(events, text)
-            elif kind == scan.TOOL:
+            elif kind == TOOL:
                 events += self._add_call(text)
-            elif kind == scan.TOOL_CLOSE:
+            elif kind == TOOL_CLOSE:
                 events += self._add_call(text)
                 events += self._call_events(complete=True)
             else:
@@ -207,14 +227,14 @@ class ReasoningEmitter:
             self._tail = ""
         self._flush(events)
         self._lead = self._trim
-        if kind == scan.START:
+        if kind == START:
             self._delta = ReasoningDelta
             events.append(ReasoningStart(text))
-        elif kind == scan.END:
+        elif kind == END:
             self._delta = ResponseDelta
             events.append(ReasoningEnd(text, cause))
-        elif kind == scan.TOOL_OPEN:
-            self._bare = cause == scan.LEADING
+        elif kind == TOOL_OPEN:
+            self._bare = cause == LEADING
             events += self._add_call(text)
         else:
             events.append(Framing(text))
@@ -264,7 +284,7 @@ class ReasoningEmitter:
             return []
         text = "".join(self._call)
         try:
-            calls = parse_tool_calls(text, self._protocol, self._tools)
+            calls = parse_calls(text, self._protocol, self._types)
         except ToolCallError as error:
             return self._rejected(
                 error.reason if complete else "incomplete", str(error)

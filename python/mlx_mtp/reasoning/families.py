@@ -14,9 +14,9 @@ from .config import (
     Frame,
     PromptStrategy,
     ReasoningConfig,
-    ReasoningError,
     Transition,
 )
+from .errors import ReasoningError
 
 
 class UnknownFamily(ReasoningError):

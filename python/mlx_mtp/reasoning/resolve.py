@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import families, tools
-from .config import ALWAYS, PromptStrategy, ReasoningConfig, ReasoningError
+from .config import ALWAYS, PromptStrategy, ReasoningConfig
+from .errors import ReasoningError
 
 
 class TemplateError(ReasoningError):

@@ -1,68 +1,51 @@
 """Where thoughts, answers and tool calls begin and end in one stream.
 
 One scanner serves the emitter and the budget, so the two cannot disagree. It reads
-text, or token ids through a `Vocabulary`. In the buffer every control token that is
-part of a delimiter is one lone surrogate, a code point no decoded text contains: a
-delimiter then matches the control token and never a text that spells it. Delimiters
-without a control token match as text, however the tokenizer cuts them.
-
-The first delimiter to be complete wins, the longest at equal ends, so the result does
-not depend on how the stream is cut into pieces.
+text, or token ids through a `Vocabulary`. The first delimiter to be complete wins, the
+longest at equal ends, so the result does not depend on how the stream is cut.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
-from . import tools
 from .config import ReasoningConfig
+from .delimiters import (
+    ANYWHERE,
+    BODY,
+    END,
+    FRAME_END,
+    FRAMING,
+    HEADER,
+    IMPLICIT,
+    LEADING,
+    NEXT_CALL,
+    OUTSIDE_CODE,
+    OVERLONG,
+    REASONING,
+    RESPONSE,
+    START,
+    TOOL,
+    TOOL_CLOSE,
+    TOOL_OPEN,
+    UNWRAP,
+    Delimiters,
+    Marker,
+)
+from .errors import ReasoningError
 from .vocabulary import Vocabulary
 
-# Regions. The first three are also the kinds of text items.
-RESPONSE = "response"
-REASONING = "reasoning"
-TOOL = "tool"
-HEADER = "header"
-
-# Kinds of items besides text.
-START = "start"
-END = "end"
-TOOL_OPEN = "tool_open"
-TOOL_CLOSE = "tool_close"
-FRAMING = "framing"
-
-# Further roles of delimiters.
-IMPLICIT = "implicit"  # ends a thought, belongs to what follows
-UNWRAP = "unwrap"  # closes the wrapper of an answer
-NEXT_CALL = "next call"  # opens a call and closes the one before
-BODY = "body"  # ends the header of a framed message
-FRAME_END = "frame end"
-
-# Where a delimiter counts.
-ANYWHERE = "anywhere"
-LEADING = "leading"  # nothing but white space since the last delimiter
-OUTSIDE_CODE = "outside code"  # not in a Markdown code span or fence
-LINE_START = "line start"  # and first on its line
-
-MAX_HEADER = 1024  # characters; a longer header of a framed message is text
+MAX_HEADER = 1024  # characters; a framed message with a longer header is text
+_TOO_LONG = Marker("", "", OVERLONG)
 
 
 class Item(NamedTuple):
     kind: str
     text: str
     cause: str = ""
-
-
-class Marker(NamedTuple):
-    pattern: str
-    literal: str
-    role: str
-    where: str = ANYWHERE
-    closed_by: str = ""  # pattern of the partner of an opening marker
 
 
 class Code(NamedTuple):
@@ -146,20 +129,9 @@ class Scanner:
         bare_tools: bool = False,
     ):
         self._vocabulary = vocabulary
-        self._symbols, self._literals = _symbols(config, vocabulary)
-        self._markers = _markers(config, self._pattern, bare_tools)
-        self._tails = {
-            (region, leading): _tail(markers, leading)
-            for region, markers in self._markers.items()
-            for leading in (False, True)
-        }
-        self._firsts = {
-            region: frozenset(marker.pattern[0] for marker in markers)
-            for region, markers in self._markers.items()
-        }
+        self._delimiters = Delimiters(config, vocabulary, bare_tools)
         self._quiet: dict[str, dict[int, str]] = {RESPONSE: {}, REASONING: {}}
         self._pieces: dict[int, str] = {}  # tokens that are whole text
-        self._frame_tools = tools.PROTOCOLS[config.tools or "none"]
 
         self.region = REASONING if primed else RESPONSE
         self.opened = primed
@@ -211,12 +183,14 @@ class Scanner:
 
     def _text_of(self, token: int) -> tuple[str, str]:
         """What a token adds to the buffer, and what follows it as framing."""
-        symbol = self._symbols.get(token)
+        symbol = self._delimiters.symbols.get(token)
         if symbol is not None:
             return self._broken() + symbol, ""
         text = self._pieces.get(token)
         if text is not None and not (self._bytes or self._strip):
             return text, ""
+        if self._vocabulary is None:
+            raise ReasoningError("[reasoning] a stream of tokens needs a vocabulary.")
         piece = self._vocabulary.piece(token)
         if token in self._vocabulary.special and self.region in self._quiet:
             return self._broken(), piece.decode()
@@ -232,10 +206,11 @@ class Scanner:
         """Reads a piece of text."""
         self._buffer += text
         items: list[Item] = []
-        if self._firsts[self.region].isdisjoint(self._buffer):
-            self._text(items, self._take_buffer())
-        else:
+        region = self.region
+        if region is HEADER or not self._delimiters.none_in(region, self._buffer):
             self._scan(items)
+        else:
+            self._text(items, self._take_buffer())
         loud = (
             self._buffer
             or self._bytes
@@ -254,10 +229,10 @@ class Scanner:
             self._buffer = self._buffer[at + len(marker.pattern) :]
             self._text(items, before)
             self._cross(items, marker)
-        held = self._tails[self.region, self.leading].search(self._buffer)
-        at = held.start() if held else len(self._buffer)
-        before, self._buffer = self._buffer[:at], self._buffer[at:]
-        self._text(items, before)
+        buffer = self._buffer
+        at = self._delimiters.held_from(self.region, self.leading, buffer)
+        self._buffer = buffer[at:]
+        self._text(items, buffer[:at])
 
     def finish(self) -> list[Item]:
         """Ends the stream: what was held back is text."""
@@ -290,9 +265,9 @@ class Scanner:
         held = self._buffer.lstrip()
         if not held or not self.inside:
             return None
-        for marker in self._markers[REASONING]:
+        for marker in self._delimiters.markers[REASONING]:
             if marker.role in (END, IMPLICIT) and marker.pattern.startswith(held):
-                return self._literal(marker.pattern[len(held) :])
+                return self._delimiters.literal(marker.pattern[len(held) :])
         return None
 
     def checkpoint(self) -> tuple:
@@ -308,7 +283,10 @@ class Scanner:
     def _next(self) -> tuple[int, Marker] | None:
         """The first delimiter to be complete in the buffer."""
         best = None
-        for marker in self._markers[self.region]:
+        room = MAX_HEADER - len(self._header)
+        if self.region == HEADER and room < len(self._buffer):
+            best = (room + 1, 0), room, _TOO_LONG
+        for marker in self._delimiters.markers[self.region]:
             at = self._buffer.find(marker.pattern)
             while at >= 0 and not self._counts(marker, at):
                 at = self._buffer.find(marker.pattern, at + 1)
@@ -360,6 +338,9 @@ class Scanner:
             self._leave(items, "", IMPLICIT)
             self._enter(HEADER)
             self._header = literal
+        elif role == OVERLONG:
+            items.append(Item(FRAMING, self._header))
+            self._enter(RESPONSE)
         elif role == FRAME_END:
             self._leave(items, literal, "canonical")
             self._enter(RESPONSE)
@@ -379,7 +360,7 @@ class Scanner:
     def _route(self, items: list[Item], literal: str) -> None:
         """Sends a framed message where its header says."""
         header, self._header = self._header + literal, ""
-        region = self._frame_tools.route(header)
+        region = self._delimiters.route(header)
         kind = {REASONING: START, TOOL: TOOL_OPEN}.get(region, FRAMING)
         items.append(Item(kind, header))
         self._enter(region)
@@ -400,12 +381,9 @@ class Scanner:
     def _text(self, items: list[Item], text: str) -> None:
         if not text:
             return
-        text = self._literal(text)
+        text = self._delimiters.literal(text)
         if self.region == HEADER:
             self._header += text
-            if len(self._header) > MAX_HEADER:
-                items.append(Item(FRAMING, self._header))
-                self._enter(RESPONSE)
             return
         if self.region == RESPONSE:
             self._code = self._code.after(text)
@@ -422,15 +400,6 @@ class Scanner:
         broken, self._bytes = self._bytes, b""
         return broken.decode(errors="replace")
 
-    def _pattern(self, text: str) -> str:
-        """A delimiter with its control tokens as surrogates."""
-        for symbol, literal in self._literals.items():
-            text = text.replace(literal, chr(symbol))
-        return text
-
-    def _literal(self, text: str) -> str:
-        return text.translate(self._literals) if self._literals else text
-
     def _learn(self, token: int, piece: bytes) -> None:
         """Notes the text of an ordinary token, and in which regions it is quiet."""
         try:
@@ -440,97 +409,7 @@ class Scanner:
         self._pieces[token] = text
         if not text or text[-1].isspace():
             return
-        if self._firsts[REASONING].isdisjoint(text):
+        if self._delimiters.none_in(REASONING, text):
             self._quiet[REASONING][token] = text
-        if self._firsts[RESPONSE].isdisjoint(text) and "`" not in text:
-            if "\n" not in text:
-                self._quiet[RESPONSE][token] = text
-
-
-def _symbols(
-    config: ReasoningConfig, vocabulary: Vocabulary | None
-) -> tuple[dict[int, str], dict[int, str]]:
-    """Surrogates for the control tokens in delimiters: by id, and back to text."""
-    if vocabulary is None:
-        return {}, {}
-    texts = "\n".join(_texts(config))
-    found = [
-        text
-        for text in vocabulary.controls
-        if text in texts and not text.isspace() and not text.isalnum()
-    ]
-    found.sort(key=len, reverse=True)
-    symbols = {
-        vocabulary.controls[text]: chr(0xD800 + i) for i, text in enumerate(found)
-    }
-    return symbols, {0xD800 + i: text for i, text in enumerate(found)}
-
-
-def _texts(config: ReasoningConfig) -> Iterable[str]:
-    yield from (*config.starts, *config.ends, *config.implicit_ends)
-    for pair in (*config.wrappers, *tools.PROTOCOLS[config.tools or "none"].spans):
-        yield from pair
-    if config.frame is not None:
-        yield from (*config.frame.opens, config.frame.body, *config.frame.ends)
-
-
-def _markers(config, pattern, bare_tools: bool) -> dict[str, list[Marker]]:
-    """The delimiters watched in each region."""
-    regions: dict[str, list[Marker]] = {
-        region: [] for region in (RESPONSE, REASONING, TOOL, HEADER)
-    }
-
-    def watch(region, text, role, where=ANYWHERE, closed_by=""):
-        if text:
-            marker = Marker(pattern(text), text, role, where, pattern(closed_by))
-            regions[region].append(marker)
-
-    if config.frame is not None:
-        for region in (RESPONSE, REASONING, TOOL):
-            for text in config.frame.opens:
-                watch(region, text, HEADER)
-            for text in config.frame.ends:
-                watch(region, text, FRAME_END)
-        watch(HEADER, config.frame.body, BODY)
-        for text in config.frame.ends:
-            watch(HEADER, text, FRAME_END)
-        return regions
-
-    for text in config.starts:
-        spelled = pattern(text) == text
-        watch(RESPONSE, text, START, LINE_START if spelled else OUTSIDE_CODE)
-        watch(REASONING, text, FRAMING, LEADING)
-    for text in config.ends:
-        watch(REASONING, text, END)
-        watch(RESPONSE, text, FRAMING, LEADING)
-    for text in config.implicit_ends:
-        if text not in config.ends:
-            watch(REASONING, text, IMPLICIT)
-    for opener, closer in config.wrappers:
-        watch(RESPONSE, opener, FRAMING, LEADING, closer)
-        watch(RESPONSE, closer, UNWRAP if opener else FRAMING)
-    protocol = tools.PROTOCOLS[config.tools or "none"]
-    for opener, closer in protocol.spans:
-        watch(RESPONSE, opener, TOOL_OPEN, OUTSIDE_CODE, closer)
-        watch(TOOL, closer, TOOL_CLOSE)
-        watch(TOOL, "" if closer else opener, NEXT_CALL)
-    for opener in protocol.bare if bare_tools else ():
-        watch(RESPONSE, opener, TOOL_OPEN, LEADING)
-    return regions
-
-
-def _tail(markers: list[Marker], leading: bool) -> re.Pattern:
-    """Finds the longest end of a text that may begin a delimiter."""
-    anywhere = [_prefixes(m.pattern) for m in markers if m.where != LEADING]
-    first = [_prefixes(m.pattern) for m in markers if leading and m.where == LEADING]
-    options = [rf"(?:{'|'.join(anywhere)})\Z"] if anywhere else []
-    options += [rf"\A\s*(?:{'|'.join(first)})\Z"] if first else []
-    return re.compile("|".join(options) or r"(?!)")
-
-
-def _prefixes(text: str) -> str:
-    """A regular expression for the proper prefixes of a text."""
-    expression = ""
-    for char in reversed(text[:-1]):
-        expression = re.escape(char) + (f"(?:{expression})?" if expression else "")
-    return expression or r"(?!)"
+        if self._delimiters.none_in(RESPONSE, text) and not {"`", "\n"} & set(text):
+            self._quiet[RESPONSE][token] = text

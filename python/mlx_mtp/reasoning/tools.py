@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .config import ReasoningError
+from .errors import ReasoningError
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -88,8 +88,12 @@ def parse_tool_calls(
             f"[tool call] protocol must be one of {', '.join(PROTOCOLS)} but is "
             f"{protocol!r}."
         )
+    return parse_calls(text, protocol, Types(tools))
+
+
+def parse_calls(text: str, protocol: str, types: Types) -> list[Call]:
+    """`parse_tool_calls` with the declared tools read already."""
     row = PROTOCOLS[protocol]
-    types = Types(tools)
     try:
         calls = list(row.parse(_body(text, row), types))
     except ToolCallError:
@@ -142,9 +146,16 @@ class Types:
 
     def __init__(self, tools: Tools | None):
         self.declared: dict[str, Mapping[str, Any]] | None = None
-        if tools is not None:
+        if tools is None:
+            return
+        try:
             functions = [tool.get("function", tool) for tool in tools]
             self.declared = {f["name"]: f.get("parameters") or {} for f in functions}
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ReasoningError(
+                "[tool call] tools must be mappings with a name, or with a function "
+                "that has one."
+            ) from error
 
     def value(self, tool: str, key: str, text: str) -> Any:
         """An argument written as plain text, as its declared type."""
@@ -162,7 +173,8 @@ class Types:
         return value
 
     def _kinds(self, tool: str, key: str) -> set[str]:
-        schema = (self.declared or {}).get(tool, {}).get("properties", {}).get(key, {})
+        properties = (self.declared or {}).get(tool, {}).get("properties") or {}
+        schema = properties.get(key, {})
         kinds: set[str] = set()
         for option in (schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())):
             kind = option.get("type", ())
@@ -182,7 +194,10 @@ _JSON = json.JSONDecoder(strict=False, parse_constant=_constant)
 
 
 def _loads(text: str) -> Any:
-    return _JSON.decode(text)
+    return _JSON.decode(text.strip())
+
+
+_GAP = re.compile(r"[\s;,]*")
 
 
 def _json(body: str, types: Types) -> Iterable[Call]:
@@ -192,7 +207,7 @@ def _json(body: str, types: Types) -> Iterable[Call]:
         value, at = _JSON.raw_decode(body, at)
         for item in value if isinstance(value, list) else [value]:
             yield _json_call(item)
-        at += len(body[at:]) - len(body[at:].lstrip(" \n\r\t;,"))
+        at = _GAP.match(body, at).end()
 
 
 def _json_call(item: Any) -> Call:
@@ -211,37 +226,48 @@ def _json_call(item: Any) -> Call:
 # Tags
 
 
+def _sections(text: str, opening: str, closing: str) -> Iterable[str]:
+    """The texts between pairs of delimiters, with nothing but white space around.
+
+    Plain searches: a regular expression would take quadratic time on hostile text.
+    """
+    at = 0
+    while (start := text.find(opening, at)) >= 0:
+        _no_stray(text[at:start])
+        start += len(opening)
+        end = text.find(closing, start)
+        if end < 0:
+            raise ToolCallError("malformed", f"lacks {closing!r}")
+        yield text[start:end]
+        at = end + len(closing)
+    _no_stray(text[at:])
+
+
+def _no_stray(text: str) -> None:
+    if text.strip():
+        raise ToolCallError("malformed", f"has stray text {text.strip()[:40]!r}")
+
+
+def _split(text: str, separator: str) -> tuple[str, str]:
+    head, found, tail = text.partition(separator)
+    if not found:
+        raise ToolCallError("malformed", f"lacks {separator!r}")
+    return head.strip(), tail
+
+
 def _inline(text: str) -> str:
     """Without the newline that formats put around a value."""
     return text.removeprefix("\n").removesuffix("\n")
 
 
-def _pairs(
-    pattern: str, body: str, convert: Callable[[str, str, str], Any]
-) -> dict[str, Any]:
-    """Arguments matched by a pattern with groups key, kind (optional) and value."""
-    arguments = {}
-    for match in re.finditer(pattern, body, re.DOTALL):
-        groups = match.groupdict()
-        key = groups["key"].strip()
-        arguments[key] = convert(key, groups.get("kind") or "", groups["value"])
-    rest = re.sub(pattern, "", body, flags=re.DOTALL)
-    if rest.strip():
-        raise ToolCallError("malformed", f"has stray text {rest.strip()[:40]!r}")
-    return arguments
-
-
 def _functions(body: str, types: Types) -> Iterable[Call]:
     """`<function=name><parameter=key>value</parameter></function>`"""
-    for name, inner in re.findall(
-        r"<function=([^>]+)>(.*?)</function>", body, re.DOTALL
-    ):
-        name = name.strip()
-        arguments = _pairs(
-            r"<parameter=(?P<key>[^>]+)>(?P<value>.*?)</parameter>",
-            inner,
-            lambda key, _, text, name=name: types.value(name, key, _inline(text)),
-        )
+    for function in _sections(body, "<function=", "</function>"):
+        name, inner = _split(function, ">")
+        arguments = {}
+        for parameter in _sections(inner, "<parameter=", "</parameter>"):
+            key, value = _split(parameter, ">")
+            arguments[key] = types.value(name, key, _inline(value))
         yield Call(name, arguments)
 
 
@@ -251,21 +277,18 @@ def _invokes(body: str, types: Types) -> Iterable[Call]:
     DeepSeek puts `｜DSML｜` before the tag names and says which values are strings.
     """
     body = body.replace("｜DSML｜", "")
-    for name, inner in re.findall(
-        r'<invoke name="?([^">]+)"?>(.*?)</invoke>', body, re.DOTALL
-    ):
-
-        def convert(key: str, kind: str, text: str, name=name) -> Any:
-            if kind:
-                return text if kind == "true" else _loads(text)
-            return types.value(name, key, _inline(text))
-
-        arguments = _pairs(
-            r'<parameter name="?(?P<key>[^">]+)"?(?: string="(?P<kind>true|false)")?>'
-            r"(?P<value>.*?)</parameter>",
-            inner,
-            convert,
-        )
+    for invoke in _sections(body, "<invoke name=", "</invoke>"):
+        name, inner = _split(invoke, ">")
+        name = name.strip('"')
+        arguments = {}
+        for parameter in _sections(inner, "<parameter name=", "</parameter>"):
+            head, value = _split(parameter, ">")
+            key, typed, string = head.partition(" string=")
+            key = key.strip('"')
+            if not typed:
+                arguments[key] = types.value(name, key, _inline(value))
+            else:
+                arguments[key] = value if string == '"true"' else _loads(value)
         yield Call(name, arguments)
 
 
@@ -275,11 +298,11 @@ def _arg_keys(body: str, types: Types) -> Iterable[Call]:
     name = name.strip()
     if not re.fullmatch(r"[\w.\-]+", name):
         raise ToolCallError("malformed", f"is no call: {body[:40]!r}")
-    arguments = _pairs(
-        r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
-        tag + rest,
-        lambda key, _, text: types.value(name, key, _inline(text)),
-    )
+    arguments = {}
+    for pair in _sections(tag + rest, "<arg_key>", "</arg_value>"):
+        key, rest = _split(pair, "</arg_key>")
+        _, value = _split(rest, "<arg_value>")
+        arguments[key] = types.value(name, key, _inline(value))
     yield Call(name, arguments)
 
 
@@ -300,7 +323,7 @@ def _mistral(body: str, types: Types) -> Iterable[Call]:
     if body.startswith("["):
         yield from _json(body, types)
         return
-    header = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\](\w+))?\s*\[ARGS\]\s*")
+    header = re.compile(r"\s*([\w.\-]+)(?:\s*\[CALL_ID\](\w+))?\s*\[ARGS\]\s*")
     at = 0
     while at < len(body):
         match = header.match(body, at)
@@ -311,57 +334,43 @@ def _mistral(body: str, types: Types) -> Iterable[Call]:
 
 
 def _kimi(body: str, types: Types) -> Iterable[Call]:
-    for id, arguments in re.findall(
-        r"<\|tool_call_begin\|>(.*?)<\|tool_call_argument_begin\|>(.*?)"
-        r"<\|tool_call_end\|>",
-        body,
-        re.DOTALL,
-    ):
-        name = re.sub(r":\d+$", "", id.strip()).removeprefix("functions.")
-        yield Call(name, _loads(arguments.strip()), id.strip())
+    for call in _sections(body, "<|tool_call_begin|>", "<|tool_call_end|>"):
+        id, arguments = _split(call, "<|tool_call_argument_begin|>")
+        name = re.sub(r":\d+$", "", id).removeprefix("functions.")
+        yield Call(name, _loads(arguments), id)
 
 
 def _kimi_k3(body: str, types: Types) -> Iterable[Call]:
-    def text(attribute: str) -> str:
-        return attribute.replace("&quot;", '"').replace("&amp;", "&")
+    def attribute(head: str, name: str) -> str:
+        match = re.search(rf'{name}="([^"]*)"', head)
+        text = match[1] if match else ""
+        return text.replace("&quot;", '"').replace("&amp;", "&")
 
-    def convert(key: str, kind: str, value: str) -> Any:
-        return value if kind == "string" else _loads(value)
-
-    for name, inner in re.findall(
-        r'<\|open\|>call tool="([^"]*)"[^<]*<\|sep\|>(.*?)<\|close\|>call<\|sep\|>',
-        body,
-        re.DOTALL,
-    ):
-        block = re.fullmatch(
-            r"\s*<\|open\|>json[^<]*<\|sep\|>(.*)<\|close\|>json<\|sep\|>\s*",
-            inner,
-            re.DOTALL,
-        )
-        if block is not None:
-            arguments = _loads(block[1])
-        else:
-            arguments = _pairs(
-                r'<\|open\|>argument key="(?P<key>[^"]*)"(?: type="(?P<kind>\w+)")?'
-                r"<\|sep\|>(?P<value>.*?)<\|close\|>argument<\|sep\|>",
-                inner,
-                convert,
-            )
-            arguments = {text(key): value for key, value in arguments.items()}
-        yield Call(text(name), arguments)
+    for call in _sections(body, "<|open|>call", "<|close|>call<|sep|>"):
+        head, inner = _split(call, "<|sep|>")
+        arguments = {}
+        if inner.lstrip().startswith("<|open|>json"):
+            (block,) = _sections(inner, "<|open|>json", "<|close|>json<|sep|>")
+            arguments = _loads(_split(block, "<|sep|>")[1])
+            inner = ""
+        for argument in _sections(
+            inner, "<|open|>argument", "<|close|>argument<|sep|>"
+        ):
+            about, value = _split(argument, "<|sep|>")
+            if attribute(about, "type") != "string":
+                value = _loads(value)
+            arguments[attribute(about, "key")] = value
+        yield Call(attribute(head, "tool"), arguments)
 
 
 def _deepseek(body: str, types: Types) -> Iterable[Call]:
     """`name<sep>{...}` since V3.1; `function<sep>name` and a JSON fence before."""
-    for head, tail in re.findall(
-        r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>",
-        body,
-        re.DOTALL,
-    ):
-        fence = re.fullmatch(r"(.*?)\s*```json\s*(.*?)\s*```\s*", tail, re.DOTALL)
-        if fence is not None:
-            head, tail = fence[1], fence[2]
-        yield Call(head.strip(), _loads(tail.strip()))
+    for call in _sections(body, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"):
+        name, arguments = _split(call, "<｜tool▁sep｜>")
+        if "```json" in arguments:
+            name, arguments = _split(arguments, "```json")
+            arguments = arguments.strip().removesuffix("```")
+        yield Call(name, _loads(arguments))
 
 
 def _gemma(quote: str) -> Callable[[str, Types], Iterable[Call]]:
