@@ -1,6 +1,7 @@
 """Configs, families and how one checkpoint is resolved."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jinja2
 import pytest
@@ -305,6 +306,48 @@ def test_a_config_survives_replace_and_compares_by_value():
     assert dataclasses.replace(found) == found
 
 
+class FakeTokenizer:
+    """A transformers tokenizer with these pieces; the last is a special token."""
+
+    def __init__(self, pieces):
+        self.pieces = pieces
+        added = SimpleNamespace(content=pieces[-1], special=False)
+        self.added_tokens_decoder = {len(pieces) - 1: added}
+        self.all_special_ids = [len(pieces) - 1]
+
+    def __len__(self):
+        return len(self.pieces)
+
+    def convert_ids_to_tokens(self, ids):
+        return (
+            self.pieces[ids] if isinstance(ids, int) else [self.pieces[i] for i in ids]
+        )
+
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return list(range(len(self.pieces)))
+
+    def decode(self, ids):
+        return self.pieces[ids[0]].upper()
+
+
+def test_vocabularies_of_the_three_kinds_of_tokenizers():
+    def read(*pieces):
+        vocabulary = r.Vocabulary.from_tokenizer(FakeTokenizer([*pieces, "</s>"]))
+        assert (
+            vocabulary.special == {len(pieces)} and vocabulary.size == len(pieces) + 1
+        )
+        return vocabulary, [vocabulary.piece(i) for i in range(len(pieces) + 1)]
+
+    vocabulary, pieces = read("▁a", "<0xC3>", "<0xzz", "é▁b")
+    assert pieces == [b" a", b"\xc3", b"<0xzz", "é b".encode(), b"</s>"]
+    assert vocabulary.strip_space
+    vocabulary, pieces = read("Ġa", "Ã", "Ċ", "语")
+    assert pieces == [b" a", b"\xc3", b"\n", "语".encode(), b"</s>"]
+    assert not vocabulary.strip_space
+    assert read("a", "b")[1] == [b"A", b"B", b"</s>"]
+
+
 def test_the_demo_tokenizer_resolves_to_a_switchable_config_that_opens():
     transformers = pytest.importorskip("transformers")
     from reasoning_support import DEMO
@@ -322,3 +365,22 @@ def test_the_demo_tokenizer_resolves_to_a_switchable_config_that_opens():
     assert vocabulary.controls["<think>"] in ids
     assert vocabulary.controls["<|im_end|>"] in vocabulary.special
     assert vocabulary.piece(10**6) == b""
+
+
+def test_mlx_lms_wrapper_of_a_tokenizer_gives_the_same():
+    """The wrapper sets the switch by itself; the template's default must show."""
+    transformers = pytest.importorskip("transformers")
+    utils = pytest.importorskip("mlx_lm.tokenizer_utils")
+    from reasoning_support import DEMO
+
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(DEMO)
+    tokenizer.chat_template = TEMPLATES["gemma4"]
+    wrapper = utils.TokenizerWrapper(tokenizer)
+    found = r.resolve(template=r.ChatTemplate.from_tokenizer(wrapper))
+    assert found.strategy.default_on is False
+    plain = r.Vocabulary.from_tokenizer(tokenizer)
+    wrapped = r.Vocabulary.from_tokenizer(wrapper)
+    assert wrapped.controls == plain.controls and wrapped.special == plain.special
+    assert wrapped.encode("<think>a") == plain.encode("<think>a")
+    tokenizer.chat_template = None
+    assert r.ChatTemplate.from_tokenizer(tokenizer) is None

@@ -49,7 +49,7 @@ def test_every_protocol_is_named():
 def test_the_examples_of_the_page_run():
     pytest.importorskip("transformers")
     code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
-    assert code.count("assert") == 7
+    assert code.count("assert") == 8
     exec(compile(code, str(PAGE), "exec"), {})
 
 

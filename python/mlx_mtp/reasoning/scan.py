@@ -22,6 +22,7 @@ from .delimiters import (
     HEADER,
     IMPLICIT,
     LEADING,
+    LINE_START,
     NEXT_CALL,
     OUTSIDE_CODE,
     OVERLONG,
@@ -287,26 +288,34 @@ class Scanner:
         if self.region == HEADER and room < len(self._buffer):
             best = (room + 1, 0), room, _TOO_LONG
         for marker in self._delimiters.markers[self.region]:
-            at = self._buffer.find(marker.pattern)
-            while at >= 0 and not self._counts(marker, at):
-                at = self._buffer.find(marker.pattern, at + 1)
+            at = self._find(marker)
             if at >= 0:
                 size = len(marker.pattern)
                 if best is None or (at + size, -size) < best[0]:
                     best = (at + size, -size), at, marker
         return best and best[1:]
 
-    def _counts(self, marker: Marker, at: int) -> bool:
+    def _find(self, marker: Marker) -> int:
+        """Where a delimiter first counts in the buffer, -1 if nowhere."""
+        code, read = self._code, 0
+        at = self._buffer.find(marker.pattern)
+        while at >= 0:
+            if marker.where in (OUTSIDE_CODE, LINE_START):
+                code, read = code.after(self._buffer[read:at]), at
+            if self._counts(marker, at, code.settled()):
+                return at
+            at = self._buffer.find(marker.pattern, at + 1)
+        return -1
+
+    def _counts(self, marker: Marker, at: int, code: Code) -> bool:
         if marker.role in (UNWRAP, TOOL_CLOSE):
             return marker.pattern == self._closer
         if marker.role == NEXT_CALL:
             return not self._closer
         if marker.where == ANYWHERE:
             return True
-        before = self._buffer[:at]
         if marker.where == LEADING:
-            return self.leading and not before.strip()
-        code = self._code.after(before).settled()
+            return self.leading and not self._buffer[:at].strip()
         if code.fence or code.inline:
             return False
         return code.blank or marker.where == OUTSIDE_CODE
