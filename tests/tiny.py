@@ -68,10 +68,14 @@ def tiny_qwen(seed=2, **config):
     return model
 
 
-def random_head(target, seed=3, **config):
-    """A head that was never trained: its drafts are hardly ever accepted."""
+def random_head(target, seed=3, mtp=None, **config):
+    """A head that was never trained: its drafts are hardly ever accepted.
+
+    Args:
+        mtp (dict, optional): More entries of its config.
+    """
     mx.random.seed(seed)
-    head = MTPHead(HeadConfig.from_dict(qwen_config(**config)))
+    head = MTPHead(HeadConfig.from_dict({**qwen_config(**config), **(mtp or {})}))
     mx.eval(head.parameters())
     return MTPHeadDrafter(head, target)
 
