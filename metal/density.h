@@ -56,12 +56,15 @@ METAL_FUNC Density make_density(Partial row, float inv_t, float threshold) {
   return d;
 }
 
+METAL_FUNC bool is_kept(Density d, float z) {
+  return z >= d.threshold && z > -INFINITY;
+}
+
 METAL_FUNC float probability(Density d, int id, float z) {
   if (d.point >= 0) {
     return id == d.point ? 1.0f : 0.0f;
   }
-  bool kept = z >= d.threshold && z > -INFINITY;
-  return kept ? metal::exp((z - d.ref) * d.inv_t) * d.scale : 0.0f;
+  return is_kept(d, z) ? metal::exp((z - d.ref) * d.inv_t) * d.scale : 0.0f;
 }
 
 METAL_FUNC float log_softmax(Density d, float z) {

@@ -282,12 +282,14 @@ METAL_FUNC Decision judge(
   if (d.target.point < 0) {
     d.draft = draft_density(in, params, b, i, token, lane);
     float q = 1.0f;
-    if (d.draft.point < 0) {
+    if (d.draft.usable != 0 && d.draft.point < 0) {
+      // A probability may be too small for a float: what was kept counts.
       float y =
           load1(draft_row(in.draft_logits, in.allowed, params, b, i), token);
+      d.draft.usable = is_kept(d.draft, y) ? 1 : 0;
       q = probability(d.draft, token, y);
     }
-    if (d.draft.usable == 0 || !(q > 0.0f && q < INFINITY)) {
+    if (d.draft.usable == 0) {
       return d;
     }
     float u = in.uniforms[long(b) * params.uniforms_stride + i];

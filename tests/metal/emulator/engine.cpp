@@ -30,11 +30,7 @@ namespace {
 
 constexpr uint32_t max_threads = 1024;
 constexpr size_t max_threadgroup_memory = 32768;
-#if defined(WITH_ASAN) || defined(WITH_TSAN)
-constexpr size_t stack_size = 256 * 1024;
-#else
 constexpr size_t stack_size = 64 * 1024;
-#endif
 
 // Tells the thread sanitizer what orders two fibers. Everything else between
 // them is a race, though they share one CPU thread.
@@ -225,6 +221,16 @@ void run_fiber() {
   __builtin_trap();
 }
 
+char* map_stack() {
+  return static_cast<char*>(mmap(
+      nullptr,
+      stack_size,
+      PROT_READ | PROT_WRITE,
+      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+      -1,
+      0));
+}
+
 void reset_fiber(
     uint32_t i,
     const U3& group,
@@ -248,6 +254,11 @@ void reset_fiber(
   c.simdgroups = machine.simdgroups.size();
   f.declarations = 0;
   f.fake_stack = nullptr;
+#ifdef WITH_TSAN
+  // Fresh memory: what the last threadgroup left on its stacks is no race.
+  munmap(f.stack, stack_size);
+  f.stack = map_stack();
+#endif
   // run_fiber() starts as if it had been called: with a misaligned stack
   // pointer.
   auto top = reinterpret_cast<void**>(f.stack + stack_size) - 2;
@@ -262,13 +273,7 @@ void reset_fiber(
 void resize(uint32_t threads) {
   for (uint32_t i = machine.fibers.size(); i < threads; ++i) {
     Fiber f = {};
-    f.stack = static_cast<char*>(mmap(
-        nullptr,
-        stack_size,
-        PROT_READ | PROT_WRITE,
-        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-        -1,
-        0));
+    f.stack = map_stack();
     machine.fibers.push_back(f);
   }
   machine.threads = threads;
