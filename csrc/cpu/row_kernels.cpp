@@ -110,15 +110,21 @@ MULTIVERSION void mask(const uint32_t* words, int64_t stride, int n, float* x) {
   }
 }
 
+// Over the bits as integers: compilers vectorise a maximum of floats only where
+// they may ignore NaN.
 MULTIVERSION float max(const float* x, int n) {
-  float m = -inf;
-  int nan = 0;
-#pragma omp simd reduction(max : m) reduction(| : nan)
+  constexpr int32_t low = 0x7fffffff;
+  int32_t m = -low - 1;
+  int32_t magnitude = 0;
   for (int i = 0; i < n; ++i) {
-    m = x[i] > m ? x[i] : m;
-    nan |= x[i] != x[i];
+    auto bits = std::bit_cast<int32_t>(x[i]);
+    int32_t ordered = bits ^ (bits >> 31 & low);
+    m = ordered > m ? ordered : m;
+    magnitude = (bits & low) > magnitude ? bits & low : magnitude;
   }
-  return nan ? std::numeric_limits<float>::quiet_NaN() : m;
+  bool nan = magnitude > std::bit_cast<int32_t>(inf);
+  return nan ? std::numeric_limits<float>::quiet_NaN()
+             : std::bit_cast<float>(m ^ (m >> 31 & low));
 }
 
 MULTIVERSION bool bin_keys(
