@@ -36,7 +36,7 @@ INLINE float exp(float x) {
   p = p * f + 1.6666665459e-1f;
   p = p * f + 5.0000001201e-1f;
   p = p * f * f + f + 1.0f;
-  int32_t power = (std::bit_cast<int32_t>(t) << 23) + 0x3f800000;
+  uint32_t power = (std::bit_cast<uint32_t>(t) << 23) + 0x3f800000u;
   return p * std::bit_cast<float>(power);
 }
 
