@@ -340,8 +340,8 @@ def test_a_lone_bracket_at_the_limit_becomes_the_close_against_the_models_will()
 
 
 def test_a_close_begun_right_at_the_start_is_completed_too():
-    budget = make(2, SPELLED, primed=True)
-    out = plain(budget, scripted(SPELLED.spell("\n<b"), ord("x")), 12)
+    budget = make(1, SPELLED, primed=True)
+    out = plain(budget, scripted([SPELLED.id(b"\n<")], ord("x")), 11)
     assert SPELLED.text(out) == "\n</think>xxx"
 
 

@@ -124,6 +124,13 @@ def test_a_nested_opener_is_reasoning():
     assert both("<think>a<think>b</think>c") == ("a<think>b", "c")
 
 
+def test_a_nested_control_token_is_reasoning_after_any_text():
+    pieces = Pieces(controls(THINK))
+    tokens = pieces.encode("ww</think>\n<think>w<think>v</think>x")
+    events = by_token(THINK, pieces.vocabulary, tokens, primed=True)
+    assert r.collect(events).reasoning == "www<think>v"
+
+
 def test_an_echoed_opener_of_a_primed_thought_is_framing():
     events = by_text(THINK, ["\n<think>\nhm</think>yes"], primed=True)
     assert r.Framing("<think>") in events
@@ -350,6 +357,13 @@ def test_incomplete_and_undeclared_calls_are_rejected_with_a_reason():
     assert reasons(CALL, tools=[]) == ["undeclared"]
     complete = CALL.removesuffix("</tool_call>")
     assert len(r.split(complete, QWEN).tool_calls) == 1
+
+
+def test_a_model_that_calls_tools_but_does_not_think():
+    config = r.ReasoningConfig("", "", tools="hermes")
+    split = r.split(f"<think>a</think> {CALL}", config)
+    assert (split.reasoning, split.response) == ("", "<think>a</think>")
+    assert len(split.tool_calls) == 1
 
 
 def test_a_call_shown_in_code_is_text():

@@ -122,12 +122,10 @@ def test_parallel_calls_of_one_section(protocol):
 
 
 def test_every_protocol_has_a_test_and_is_found_in_a_template_that_shows_it():
-    from mlx_mtp.reasoning.tools import infer_protocol
-
     assert set(ONE) == set(r.PROTOCOLS) - {"none"}
     for protocol, text in ONE.items():
-        assert infer_protocol(f"... {text} ...") == protocol
-    assert infer_protocol("<|im_start|>") == ""
+        assert r.infer_protocol(f"... {text} ...") == protocol
+    assert r.infer_protocol("<|im_start|>") == ""
 
 
 def test_ids_of_the_model_are_kept():

@@ -41,7 +41,7 @@ from .errors import ReasoningError
 from .families import FAMILIES, QWEN_TRANSITION, Family, UnknownFamily, family
 from .resolve import REGISTRY, ChatTemplate, Model, Registry, TemplateError, resolve
 from .scan import Scanner
-from .tools import PROTOCOLS, Call, ToolCallError, parse_tool_calls
+from .tools import PROTOCOLS, Call, ToolCallError, infer_protocol, parse_tool_calls
 from .vocabulary import Vocabulary
 
 __all__ = [
@@ -88,6 +88,7 @@ __all__ = [
     "Vocabulary",
     "collect",
     "family",
+    "infer_protocol",
     "parse_tool_calls",
     "resolve",
     "split",
