@@ -188,6 +188,8 @@ def test_strings_may_hold_anything():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
+        ("<tool_call>so <function=time></function></tool_call>", "malformed"),
+        ("<tool_call><function=time>oops</function></tool_call>", "malformed"),
         ("<tool_call></tool_call>", "malformed"),
         ("<tool_call>{bad}</tool_call>", "malformed"),
         ("<tool_call>just words here</tool_call>", "malformed"),
