@@ -1,0 +1,176 @@
+"""The same prompt decoded by ``mlx_lm``, by us, and by MTPLX; and are they equal."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+
+import mlx.core as mx
+import mlx_lm
+import smollm2
+from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
+
+import mlx_mtp
+from mlx_mtp.drafters import MTPHeadDrafter, NGramDrafter
+from mlx_mtp.speculative import SpeculativeDecoder
+from mlx_mtp.targets import as_target
+
+# Two logits that are closer than this may change places when a wider forward rounds
+# otherwise.
+NEAR_TIE = 1e-3
+
+
+@dataclass
+class Run:
+    """One decoded stream, the end token included."""
+
+    tokens: list[int]
+    seconds: float  # between the first token and the last
+    mtp: mlx_mtp.Telemetry | None = None
+
+    @property
+    def tps(self) -> float:
+        return (len(self.tokens) - 1) / self.seconds
+
+
+class Subject:
+    """A model with the drafter that goes with it."""
+
+    def __init__(self, name: str):
+        self.name = name
+        path = smollm2.folder() if name == "smollm2" else name
+        self.model, self.tokenizer = mlx_mtp.load(path)
+        self.target = as_target(self.model)
+        if self.model.mtp_head is None:
+            self.drafter = NGramDrafter()
+        else:
+            self.drafter = MTPHeadDrafter(self.model.mtp_head.head, self.target)
+        self._decoders: dict[int, SpeculativeDecoder] = {}
+
+    def decoder(self, depth: int) -> SpeculativeDecoder:
+        if depth not in self._decoders:
+            self._decoders[depth] = SpeculativeDecoder(self.target, self.drafter, depth)
+        return self._decoders[depth]
+
+    def encode(self, question: str, tools=None, thinking: bool = True) -> list[int]:
+        return self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            tools=tools,
+            add_generation_prompt=True,
+            enable_thinking=thinking,
+            return_dict=False,
+        )
+
+    def plain(self, prompt, max_tokens: int, temperature: float, seed: int = 0) -> Run:
+        mx.random.seed(seed)
+        return _run(
+            mlx_lm.stream_generate(
+                self.model,
+                self.tokenizer,
+                prompt,
+                max_tokens,
+                sampler=mlx_lm_sampler(temperature),
+            )
+        )
+
+    def ours(
+        self, prompt, max_tokens: int, temperature: float, depth: int, seed: int = 0
+    ) -> Run:
+        return _run(
+            mlx_mtp.stream_generate(
+                self.model,
+                self.tokenizer,
+                prompt,
+                max_tokens,
+                mtp=self.decoder(depth),
+                sampler=mlx_mtp.make_sampler(temperature),
+                seed=seed,
+            )
+        )
+
+    def difference(self, prompt, expected: list[int], got: list[int]) -> dict | None:
+        """Where two greedy outputs part, and how close the two logits are there.
+
+        They run on after each other's tokens, so only the first place tells.
+        """
+        if expected == got:
+            return None
+        pairs = list(zip(expected, got, strict=False))
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        if at == len(pairs):
+            return {"position": at, "gap": None, "near_tie": False}
+        context = mx.array([[*prompt, *expected[:at]]])
+        row = self.target.prefill(context, self.target.make_cache()).logits[0, -1]
+        gap = (row[expected[at]] - row[got[at]]).item()
+        return {"position": at, "gap": gap, "near_tie": abs(gap) < NEAR_TIE}
+
+
+def _run(responses) -> Run:
+    tokens, begin = [], 0.0
+    for response in responses:
+        if not tokens:
+            begin = perf_counter()
+        tokens.append(response.token)
+    return Run(tokens, perf_counter() - begin, getattr(response, "mtp", None))
+
+
+# The optional peer: MTPLX (https://github.com/youssofal/MTPLX).
+
+
+def mtplx_arm(subject: Subject) -> Callable[..., Run]:
+    """``arm(prompt, max_tokens, temperature, depth, seed)`` of the package mtplx.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    with _macos_libraries():
+        from mtplx import generation, runtime
+        from mtplx.sampling import SamplerConfig
+    loaded = runtime.load(mlx_mtp.loading.find_model(subject.name))
+    loaded.model.set_dtype(mx.float32)
+
+    def arm(prompt, max_tokens, temperature, depth, seed=0):
+        times = []
+        out = generation.generate_mtpk(
+            loaded,
+            list(prompt),
+            max_tokens=max_tokens,
+            sampler=SamplerConfig(temperature=temperature, top_p=1.0, top_k=0),
+            speculative_depth=depth,
+            seed=seed,
+            stop_token_ids=set(subject.tokenizer.eos_token_ids),
+            verify_strategy="capture_commit",
+            mtp_history_policy="committed",
+            token_callback=lambda _: times.append(perf_counter()),
+        )
+        return Run(list(out.tokens), times[-1] - times[0])
+
+    return arm
+
+
+class _AnySymbol:
+    def __getattr__(self, name):
+        symbol = type("Symbol", (), {"__call__": lambda self, *_: 0})()
+        setattr(self, name, symbol)
+        return symbol
+
+
+@contextmanager
+def _macos_libraries() -> Iterator[None]:
+    """mtplx opens libSystem at import, for timers: on Linux a stand-in will do."""
+    real = ctypes.CDLL
+
+    def open_library(name, *args, **options):
+        if sys.platform == "linux" and "libSystem" in str(name):
+            return _AnySymbol()
+        return real(name, *args, **options)
+
+    ctypes.CDLL = open_library
+    try:
+        yield
+    finally:
+        ctypes.CDLL = real
