@@ -192,7 +192,7 @@ def _phases(subject, prompt, temperature, depth, rounds=10) -> dict[str, float]:
     import rounds as parts
 
     from mlx_mtp.sampling import SamplingParams
-    from mlx_mtp.speculative import bucket
+    from mlx_mtp.stream import bucket
 
     params = SamplingParams(temperature)
     round_ = parts.make_round(subject.target, subject.drafter, depth, params)

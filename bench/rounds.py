@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from mlx_mtp.round import Proposal, Round
 from mlx_mtp.sampling import SamplingParams, stream_key
-from mlx_mtp.speculative import bucket
+from mlx_mtp.stream import bucket
 
 
 def make_round(target, drafter, depth: int, params: SamplingParams) -> Round:

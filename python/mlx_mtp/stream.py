@@ -393,6 +393,8 @@ class Stream:
         self._taken = []
 
     def _close(self) -> None:
+        if self._turns is None:
+            return  # nobody else has the caches
         if self._state is not None:
             self._pause()
         if self._turn is None:
@@ -400,7 +402,7 @@ class Stream:
         if self._unfed:
             self._feed_unfed()
         known = not self._drafter.needs_hidden or self._turn.draft_state is not None
-        if self._turns is not None and known:
+        if known:
             self._turns[self._caches[0]] = self._turn
 
     def _cache_arrays(self):

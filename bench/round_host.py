@@ -1,0 +1,167 @@
+"""What a round costs the host, and whether it costs more in a larger cache.
+
+    python bench/round_host.py [--quick] [--json FILE]
+
+Host: CPU microseconds to make the graph of one round (K = 3, greedy, MTP head) of
+narrow untrained Qwen3.5 models, by the compiled call and by running the Python code of
+the round. The Gated DeltaNet recurrence is one node, as on a GPU.
+
+Capacity: time and extra peak memory of rounds whose attention reads the first 256
+slots, in key and value buffers of 256 to 65,536 slots. Both must not grow.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter, thread_time
+
+import common
+from common import median, spread
+
+DEPTH = 3
+BARS_US = {16: 700, 48: 2000}  # compiled, by layers
+
+
+def main():
+    p = common.parser(__doc__)
+    args = p.parse_args()
+    header = common.start(args)
+    common.show_header(header)
+    rows = []
+    for layers in (16,) if args.quick else (16, 48):
+        rows.append(host_row(layers, calls=50 if args.quick else 200))
+        show_host(rows[-1])
+    capacities = (256, 65536) if args.quick else (256, 1024, 4096, 16384, 65536)
+    for row in capacity_rows(capacities, rounds=20 if args.quick else 40):
+        rows.append(row)
+        show_capacity(row)
+    common.write(args.json, header, rows)
+
+
+def stream(layers: int, capacity: int, **sizes):
+    """A narrow untrained model in mid-stream: its round and the state of one."""
+    import rounds
+
+    from mlx_mtp.drafters import HeadConfig, MTPHead, MTPHeadDrafter
+    from mlx_mtp.sampling import SamplingParams
+    from mlx_mtp.targets import as_target
+
+    config = narrow_config(layers, **sizes)
+    target = as_target(narrow_model(config))
+    drafter = MTPHeadDrafter(MTPHead(HeadConfig.from_dict(config)), target)
+    params = SamplingParams()
+    round_ = rounds.make_round(target, drafter, DEPTH, params)
+    return round_, rounds.begin(round_, list(range(1, 9)), params, capacity)
+
+
+def narrow_config(layers: int, heads: int = 2, head_dim: int = 32) -> dict:
+    return {
+        "model_type": "qwen3_5",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": head_dim,
+        "vocab_size": 256,
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "tie_word_embeddings": True,
+        "full_attention_interval": 4,
+    }
+
+
+def narrow_model(config: dict):
+    import mlx.core as mx
+    from mlx_lm.models import qwen3_5
+
+    mx.random.seed(0)
+    args = qwen3_5.ModelArgs(model_type="qwen3_5", text_config=config)
+    model = qwen3_5.Model(args)
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def host_row(layers: int, calls: int) -> dict:
+    round_, state = stream(layers, 256)
+    begin = thread_time()
+    round_(state, 256)
+    first = thread_time() - begin
+    seconds = common.alternate(
+        {
+            "compiled": lambda: round_(state, 256),
+            "uncompiled": lambda: round_.whole(state, 256),
+        },
+        calls,
+        clock=thread_time,
+    )
+    return {
+        "name": "round_host",
+        "layers": layers,
+        "depth": DEPTH,
+        "compiled_us": 1e6 * median(seconds["compiled"]),
+        "uncompiled_us": 1e6 * median(seconds["uncompiled"]),
+        "first_call_us": 1e6 * first,
+        "bar_us": BARS_US[layers],
+        "spread": {name: spread(values) for name, values in seconds.items()},
+    }
+
+
+def capacity_rows(capacities, rounds: int) -> list[dict]:
+    """One row a capacity. The streams take turns, so that they see the same noise."""
+    seconds = {capacity: [] for capacity in capacities}
+    extra = dict.fromkeys(capacities, 0)
+    rounds_, states = {}, {}
+    for capacity in capacities:
+        rounds_[capacity], states[capacity] = stream(4, capacity, heads=4, head_dim=64)
+    for _ in range(rounds + 2):
+        for capacity, round_ in rounds_.items():
+            took, more = _one_round(round_, states, capacity)
+            seconds[capacity].append(took)
+            extra[capacity] = max(extra[capacity], more)
+    return [
+        {
+            "name": "round_capacity",
+            "capacity": capacity,
+            "attended": 256,
+            "round_us": 1e6 * median(seconds[capacity][2:]),
+            "extra_peak_bytes": extra[capacity],
+            "spread": spread(seconds[capacity][2:]),
+        }
+        for capacity in capacities
+    ]
+
+
+def _one_round(round_, states: dict, capacity: int) -> tuple[float, int]:
+    """Seconds and extra peak bytes of the next round of a stream."""
+    import mlx.core as mx
+
+    mx.reset_peak_memory()
+    before, begin = mx.get_active_memory(), perf_counter()
+    state, _ = round_(states.pop(capacity), 256)  # popped: a second owner is a copy
+    mx.eval(state)
+    states[capacity] = state
+    return perf_counter() - begin, mx.get_peak_memory() - before
+
+
+def show_host(row: dict) -> None:
+    print(
+        f"{row['layers']} layers: {row['compiled_us']:.0f} us compiled (bar "
+        f"{row['bar_us']}), {row['uncompiled_us']:.0f} us uncompiled, first call "
+        f"{row['first_call_us'] / 1e3:.0f} ms"
+    )
+
+
+def show_capacity(row: dict) -> None:
+    print(
+        f"capacity {row['capacity']}: {row['round_us']:.0f} us a round, "
+        f"{row['extra_peak_bytes'] / 1e6:.2f} MB more at the peak, "
+        f"spread {row['spread']:.0%}"
+    )
+
+
+if __name__ == "__main__":
+    main()
