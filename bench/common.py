@@ -99,13 +99,12 @@ def spread(values) -> float:
     return (high - low) / middle
 
 
-def write(path: Path | None, header: dict, rows: list[dict], **more) -> None:
-    """The results as JSON: numbers with 4 digits."""
+def write(path: Path | None, **results) -> None:
+    """The results as JSON, numbers with 4 digits. ``None`` writes nothing."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_rounded({"header": header, "rows": rows, **more}), indent=1)
-    path.write_text(text + "\n")
+    path.write_text(json.dumps(_rounded(results), indent=1) + "\n")
 
 
 def _rounded(x):

@@ -26,10 +26,16 @@ def make_round(target, drafter, depth: int, params: SamplingParams) -> Round:
     )
 
 
-def begin(round_: Round, prompt, params: SamplingParams, capacity: int) -> dict:
+def begin(
+    round_: Round,
+    prompt,
+    params: SamplingParams,
+    capacity: int,
+    draft_params: SamplingParams | None = None,
+) -> dict:
     """The state of a stream whose prompt is cached and whose first token is drawn."""
     target, drafter = round_.target, round_.drafter
-    prompt, values = mx.array(prompt)[None], params.arrays(1)
+    prompt = mx.array(prompt)[None]
     length, caches = prompt.shape[1], target.make_cache()
     out = target.prefill(prompt, caches)
     draft_state, hidden = drafter.begin(prompt, capacity), None
@@ -43,7 +49,13 @@ def begin(round_: Round, prompt, params: SamplingParams, capacity: int) -> dict:
         for adapter, cache in zip(target.adapters, caches, strict=True)
     ]
     state, proposal = round_.begin(
-        leaves, length, draft_state, hidden, stream_key(0), values, values
+        leaves,
+        length,
+        draft_state,
+        hidden,
+        stream_key(0),
+        params.arrays(1),
+        (draft_params or params).arrays(1),
     )
     tokens, accepted, _ = round_.accept(state, proposal, out.logits[:, -1:])
     state, _ = round_.commit(state, proposal, tokens, accepted)

@@ -30,6 +30,7 @@ class Run:
 
     tokens: list[int]
     seconds: float  # between the first token and the last
+    from_draft: list[bool]
     mtp: mlx_mtp.Telemetry | None = None
 
     @property
@@ -110,12 +111,14 @@ class Subject:
 
 
 def _run(responses) -> Run:
-    tokens, begin = [], 0.0
+    tokens, from_draft, begin = [], [], 0.0
     for response in responses:
         if not tokens:
             begin = perf_counter()
         tokens.append(response.token)
-    return Run(tokens, perf_counter() - begin, getattr(response, "mtp", None))
+        from_draft.append(response.from_draft)
+    seconds = perf_counter() - begin
+    return Run(tokens, seconds, from_draft, getattr(response, "mtp", None))
 
 
 # The optional peer: MTPLX (https://github.com/youssofal/MTPLX).
@@ -147,7 +150,7 @@ def mtplx_arm(subject: Subject) -> Callable[..., Run]:
             mtp_history_policy="committed",
             token_callback=lambda _: times.append(perf_counter()),
         )
-        return Run(list(out.tokens), times[-1] - times[0])
+        return Run(list(out.tokens), times[-1] - times[0], [])
 
     return arm
 
