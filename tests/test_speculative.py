@@ -233,10 +233,18 @@ def test_streams_of_one_decoder_share_their_traces(qwen_head):
 # Limits and counts
 
 
+@pytest.mark.parametrize("own_caches", [False, True])
 @pytest.mark.parametrize("processors", [[], [lambda tokens, logits: logits]])
-def test_exactly_max_tokens_are_emitted_and_counted(perfect, truth, processors):
+def test_exactly_max_tokens_are_emitted_and_counted(
+    perfect, truth, processors, own_caches
+):
     for limit in range(1, 13):
-        steps = perfect.stream(PROMPT, max_tokens=limit, processors=processors)
+        steps = perfect.stream(
+            PROMPT,
+            max_tokens=limit,
+            processors=processors,
+            caches=None if own_caches else perfect.target.make_cache(),
+        )
         emitted = list(steps)
         assert [step.token for step in emitted] == truth[:limit]
         counts = steps.telemetry
@@ -249,8 +257,9 @@ def test_exactly_max_tokens_are_emitted_and_counted(perfect, truth, processors):
         assert counts.drafted >= sum(step.from_draft for step in emitted)
         assert counts.round_tokens == limit - 1
         assert counts.draft_calls == 4 * rounds
-        # One forward feeds the last token if no round has.
-        assert counts.target_calls == rounds + (limit % 5 == 1)
+        # One forward feeds the last token to a caller's cache if no round has.
+        closing = limit % 5 == 1 and not own_caches
+        assert counts.target_calls == rounds + closing
 
 
 def test_tokens_behind_a_stop_are_not_counted(perfect, truth):
