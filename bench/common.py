@@ -99,8 +99,13 @@ def spread(values) -> float:
     return (high - low) / middle
 
 
-def write(path: Path | None, **results) -> None:
-    """The results as JSON, numbers with 4 digits. ``None`` writes nothing."""
+def write(path: Path | None, header: dict, rows: list[dict]) -> None:
+    """The results as JSON. ``None`` writes nothing."""
+    write_json(path, {"header": header, "rows": rows})
+
+
+def write_json(path: Path | None, results: dict) -> None:
+    """``results`` with numbers of 4 digits. ``None`` writes nothing."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ def main():
         for row in run_model(name, args):
             rows.append(row)
             show(row)
-            common.write(args.json, header=header, rows=rows)
+            common.write(args.json, header, rows)
 
 
 def run_model(name: str, args: argparse.Namespace):

@@ -86,7 +86,7 @@ class Results:
         if any(row["key"] == key for row in self.rows):
             return
         self.rows.append({"key": key, **compute()})
-        common.write(self.path, parts=self.parts)
+        common.write_json(self.path, {"parts": self.parts})
         print(self.rows[-1], flush=True)
 
 

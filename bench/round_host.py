@@ -34,7 +34,7 @@ def main():
     for row in capacity_rows(capacities, rounds=20 if args.quick else 40):
         rows.append(row)
         show_capacity(row)
-    common.write(args.json, header=header, rows=rows)
+    common.write(args.json, header, rows)
 
 
 def stream(layers: int, capacity: int, **sizes):
