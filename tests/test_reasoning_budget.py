@@ -1,6 +1,7 @@
 """The thinking budget, alone and in drivers of plain and speculative decoding."""
 
 import random
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -683,6 +684,29 @@ def test_the_boundary_at_every_offset_of_a_block_on_real_vocabularies(name, dept
         for guess in (model, draft):
             assert speculative(fresh(), model, guess, 60, depth) == expected
             assert speculative(fresh(), model, guess, 60, depth, True) == expected
+
+
+def test_memory_does_not_grow_with_the_stream():
+    vocabulary = REAL["demo"]()
+    loop = vocabulary.encode("Some words `code`,\n<think> 🙂 and so on.\n")
+    budget = r.ThinkingBudget(
+        QWEN, vocabulary, None, transition=CLOSE, loops=r.LoopGuard(every=1 << 30)
+    )
+    emitter = r.ReasoningEmitter(QWEN, vocabulary)
+
+    def run(rounds):
+        for token in loop * rounds:
+            emitter.push(token)
+            budget.accept(token)
+
+    run(20)
+    tracemalloc.start()
+    run(20)
+    before, _ = tracemalloc.get_traced_memory()
+    run(1000)
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before < 20_000
 
 
 def test_far_from_the_boundary_a_whole_block_runs_without_asking():

@@ -77,8 +77,11 @@ class Code(NamedTuple):
         _, newline, line = text.rpartition("\n")
         blank = line.isspace() or not line
         if newline:
-            return Code(self.inline if self.opener else self.fence, blank=blank)
-        return self if blank or not self.blank else self._replace(blank=False)
+            fence = self.inline if self.opener else self.fence
+            return Code(fence, blank=blank) if fence else _OUTSIDE[blank]
+        if blank or not self.blank:
+            return self
+        return _OUTSIDE[False] if self is _OUTSIDE[True] else self._replace(blank=False)
 
     def settled(self) -> Code:
         """The context when the next character is no backtick."""
@@ -91,6 +94,10 @@ class Code(NamedTuple):
         if self.inline:
             return self._replace(inline=self.inline if run != self.inline else 0, run=0)
         return Code(0, run, self.first and run >= 3, blank=self.blank)
+
+
+# The usual contexts, made once: on a new line or not, outside of code.
+_OUTSIDE = {blank: Code(blank=blank) for blank in (False, True)}
 
 
 class Scanner:
@@ -140,7 +147,7 @@ class Scanner:
         self.leading = True
         self.spent = 0
         self._buffer = ""
-        self._code = Code()
+        self._code = _OUTSIDE[True]
         self._closer = ""
         self._header = ""
         self._bytes = b""
@@ -168,19 +175,29 @@ class Scanner:
         """
         text, framing = self._text_of(token)
         items = self.feed(text)
-        crossed = any(item.kind not in self._quiet for item in items)
+        # A step that crosses a delimiter decides only tokens of that.
+        free = free or not self.inside or any(i.kind not in self._quiet for i in items)
         if framing:
             self._text(items, self._take_buffer())
             items.append(Item(FRAMING, framing))
-        lengths = (*self._lengths, len(text))
-        over = sum(lengths) - len(self._buffer)
-        while lengths and lengths[0] <= over:
-            over -= lengths[0]
-            lengths = lengths[1:]
-            if self.inside and not crossed and not free:
-                self.spent += 1
-        self._lengths = lengths
+        decided = self._decide(len(text))
+        if not free:
+            self.spent += decided
         return items
+
+    def _decide(self, length: int) -> int:
+        """How many tokens are decided by one of this length, itself included."""
+        lengths = (*self._lengths, length)
+        if not self._buffer:
+            self._lengths = ()
+            return len(lengths)
+        over = sum(lengths) - len(self._buffer)
+        decided = 0
+        while lengths[decided] <= over:
+            over -= lengths[decided]
+            decided += 1
+        self._lengths = lengths[decided:]
+        return decided
 
     def _text_of(self, token: int) -> tuple[str, str]:
         """What a token adds to the buffer, and what follows it as framing."""
@@ -381,7 +398,7 @@ class Scanner:
             self.opened = True
         self.region = region
         self.leading = True
-        self._code = Code()
+        self._code = _OUTSIDE[True]
         self._closer = ""
         self._header = ""
 
