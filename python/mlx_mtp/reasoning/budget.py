@@ -182,27 +182,19 @@ class ThinkingBudget:
         self._transition = _encode_transition(config, vocabulary, transition)
         _check_ids(self._transition, vocab_size or vocabulary.size)
         self._limit = UNLIMITED if tokens is None else tokens
-
-        closing = max(
-            len(self._transition),
-            *(len(vocabulary.encode(text)) - 1 for text in _boundaries(config)),
-        )
-        opening = 0 if primed else len(vocabulary.encode(config.start))
-        parts = {
-            "thinking": tokens or 0,
+        after = {  # what must fit behind a thought
             "completing a character": UTF8_TOKENS,
-            "closing": closing,
+            "closing": max(
+                len(self._transition),
+                *(len(vocabulary.encode(text)) - 1 for text in _boundaries(config)),
+            ),
             "answer": answer_reserve,
-            "opening": opening,
         }
+        opening = 0 if primed else len(vocabulary.encode(config.start))
+        _check_room(max_tokens, {"opening": opening, "thinking": tokens or 0, **after})
         self._room = UNLIMITED
         if max_tokens is not None:
-            required = sum(parts.values())
-            if max_tokens < required:
-                text = " + ".join(f"{n} {part}" for part, n in parts.items())
-                raise InsufficientTokens(required, max_tokens, text)
-            self._room = max_tokens - UTF8_TOKENS - closing - answer_reserve
-
+            self._room = max_tokens - sum(after.values())
         self._soft = soft
         self._soft_id = _single(config.end, vocabulary) if soft else None
         self._loops = loops
@@ -353,6 +345,13 @@ def _check(name: str, value: int, least: int) -> None:
         raise BudgetError(
             f"[ThinkingBudget] {name} must be at least {least} but is {value}."
         )
+
+
+def _check_room(max_tokens: int | None, parts: Mapping[str, int]) -> None:
+    required = sum(parts.values())
+    if max_tokens is not None and max_tokens < required:
+        text = " + ".join(f"{n} {part}" for part, n in parts.items())
+        raise InsufficientTokens(required, max_tokens, text)
 
 
 def _boundaries(config: ReasoningConfig) -> tuple[str, ...]:
