@@ -162,13 +162,13 @@ def chained(drafter, full, hidden, length, depth=3):
     state = drafter.begin(mx.array([[0]]), 256)
     embed = head.embed_tokens if "embed_tokens" in head else target.embed
     views = [KVView(k, v, mx.array([0]), 256) for k, v in state[0]]
-    out = head(embed(mx.array([full[1:length]])), hidden[:, : length - 1], views)
-    out, tokens = out[:, -1:], []
+    out = head(embed(mx.array(full[1:length])), hidden[0, : length - 1], views)
+    out, tokens = out[-1:], []
     for i in range(depth):
-        tokens.append(mx.argmax(target.logits(out)[0, 0]).item())
+        tokens.append(mx.argmax(target.logits(out)[0]).item())
         for view in views:
             view.offset = mx.array([length - 1 + i])
-        out = head(embed(mx.array([[tokens[-1]]])), out, views)
+        out = head(embed(mx.array([tokens[-1]])), out, views)
     return [tokens]
 
 

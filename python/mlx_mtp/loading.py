@@ -206,10 +206,10 @@ def probe_head(model, head: MTPHead, tokenizer) -> float:
     # Row i joins hidden row i with token i + 1 and predicts token i + 2.
     embed = head.embed_tokens if "embed_tokens" in head else target.embed
     views = [_FirstForward()] * len(head.layers)
-    out = head(embed(tokens[:, 1:-1]), hidden[:, :-1], views)
+    out = head(embed(tokens[0, 1:-1]), hidden[0, :-1], views)
     first = prompt.shape[1] - 1
-    drafts = mx.argmax(target.logits(out[:, first:]), axis=-1)
-    return mx.mean(drafts == tokens[:, first + 2 :]).item()
+    drafts = mx.argmax(target.logits(out[first:]), axis=-1)
+    return mx.mean(drafts == tokens[0, first + 2 :]).item()
 
 
 def inspect_model(
@@ -597,12 +597,9 @@ def _continue_greedily(target, tokens: mx.array, count: int):
 
 
 class _FirstForward:
-    """The cache of a forward that has nothing before it and nothing after it."""
+    """The memory of a forward that has nothing before it and nothing after it."""
 
-    offset = 0
+    batch, offset = 1, 0
 
-    def make_mask(self, width: int) -> str:
-        return "causal"
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array):
-        return keys, values
+    def attend(self, q, k, v, scale: float) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")

@@ -85,6 +85,10 @@ class KVView:
         self.keys, self.values = keys, values
         self.offset, self.attended = offset, attended
 
+    @property
+    def batch(self) -> int:
+        return self.keys.shape[0]
+
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         batch, _, width, _ = keys.shape
         start = self.offset
@@ -94,6 +98,12 @@ class KVView:
         self.keys = commit_rows(self.keys, keys, start, count)
         self.values = commit_rows(self.values, values, start, count)
         return self.prefix(self.attended)
+
+    def attend(self, q, k, v, scale: float) -> mx.array:
+        """Writes T rows and attends to them and all before: ``(B, heads, T, D)``."""
+        mask = self.make_mask(k.shape[2])
+        k, v = self.update_and_fetch(k, v)
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
 
     def prefix(self, length: int):
         """The first ``length`` slots as views."""

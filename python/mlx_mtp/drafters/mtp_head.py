@@ -78,56 +78,46 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
-    def project(self, x: mx.array, offset: mx.array):
-        """Rotated queries, keys, values ``(B, heads, T, D)`` and the gate."""
-        batch, width, _ = x.shape
+    def __call__(self, x: mx.array, memory: KVView | Tail) -> mx.array:
+        """Rows ``(B * T, H)`` that attend to ``memory`` and each other."""
+        batch = memory.batch
         q, gate = mx.split(
-            self.q_proj(x).reshape(batch, width, self.heads, -1), 2, axis=-1
+            self.q_proj(x).reshape(batch, -1, self.heads, 2 * self.head_dim), 2, axis=-1
         )
-        k = self.k_proj(x).reshape(batch, width, self.kv_heads, -1)
-        v = self.v_proj(x).reshape(batch, width, self.kv_heads, -1)
-        q = self.rope(self.q_norm(q).transpose(0, 2, 1, 3), offset=offset)
-        k = self.rope(self.k_norm(k).transpose(0, 2, 1, 3), offset=offset)
-        return q, k, v.transpose(0, 2, 1, 3), gate.reshape(batch, width, -1)
+        kv_shape = (batch, -1, self.kv_heads, self.head_dim)
+        k, v = self.k_proj(x).reshape(kv_shape), self.v_proj(x).reshape(kv_shape)
+        q = self.rope(self.q_norm(q).transpose(0, 2, 1, 3), offset=memory.offset)
+        k = self.rope(self.k_norm(k).transpose(0, 2, 1, 3), offset=memory.offset)
+        out = memory.attend(q, k, v.transpose(0, 2, 1, 3), self.scale)
+        out = out.transpose(0, 2, 1, 3).reshape(x.shape[0], -1)
+        return self.o_proj(out * mx.sigmoid(gate.reshape(out.shape)))
 
-    def finish(self, out: mx.array, gate: mx.array) -> mx.array:
-        batch, _, width, _ = out.shape
-        out = out.transpose(0, 2, 1, 3).reshape(batch, width, -1)
-        return self.o_proj(out * mx.sigmoid(gate))
 
-    def __call__(self, x: mx.array, view: KVView) -> mx.array:
-        q, k, v, gate = self.project(x, view.offset)
-        mask = view.make_mask(x.shape[1])
-        k, v = view.update_and_fetch(k, v)
-        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
-        return self.finish(out, gate)
+class Tail:
+    """Keys and values of the tentative rows of one layer, behind its committed ones.
 
-    def chain(self, x: mx.array, view: KVView, step: int, tail: list) -> mx.array:
-        """One tentative row at ``view.offset + step``.
+    The committed slots are only read: a second write to them in one evaluation would
+    copy the whole buffer.
+    """
 
-        Its key and value go to ``tail`` and the committed slots are only read: a
-        second write to them in one evaluation would copy the whole buffer.
-        """
-        q, k, v, gate = self.project(x, view.offset + step)
-        tail.append((k, v))
-        tail_k, tail_v = (
-            mx.concatenate(rows, axis=2) for rows in zip(*tail, strict=True)
-        )
-        keys, values = view.prefix(view.attended)
-        batch = x.shape[0]
-        q = q.reshape(batch, self.kv_heads, -1, self.head_dim) * self.scale
-        committed = mx.arange(view.attended) < view.offset[:, None, None, None]
-        scores = mx.concatenate(
-            [
-                mx.where(committed, q @ keys.swapaxes(2, 3), -mx.inf),
-                q @ tail_k.swapaxes(2, 3),
-            ],
-            axis=-1,
-        )
+    def __init__(self, view: KVView, offset: mx.array, committed: mx.array):
+        self.batch, self.offset, self.committed = view.batch, offset, committed
+        self.keys, self.values = view.prefix(view.attended)
+        self.new_keys = self.new_values = None
+
+    def attend(self, q, k, v, scale: float) -> mx.array:
+        """Attention of one more row: ``q`` ``(B, heads, 1, D)``."""
+        self.offset = self.offset + 1
+        if self.new_keys is not None:
+            k = mx.concatenate([self.new_keys, k], axis=2)
+            v = mx.concatenate([self.new_values, v], axis=2)
+        self.new_keys, self.new_values = k, v
+        rows = q.reshape(*k.shape[:2], -1, q.shape[-1]) * scale
+        old = mx.where(self.committed, rows @ self.keys.swapaxes(2, 3), -mx.inf)
+        scores = mx.concatenate([old, rows @ k.swapaxes(2, 3)], axis=-1)
         weights = mx.softmax(scores, axis=-1, precise=True)
-        head, rest = mx.split(weights, [view.attended], axis=-1)
-        out = head @ values + rest @ tail_v
-        return self.finish(out.reshape(batch, self.heads, 1, -1), gate)
+        old, new = mx.split(weights, [self.keys.shape[2]], axis=-1)
+        return (old @ self.values + new @ v).reshape(q.shape)
 
 
 class MLP(nn.Module):
@@ -150,8 +140,8 @@ class Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(width, eps=eps)
         self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
 
-    def __call__(self, x: mx.array, attend) -> mx.array:
-        x = x + attend(self.self_attn, self.input_layernorm(x))
+    def __call__(self, x: mx.array, memory: KVView | Tail) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), memory)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -170,29 +160,16 @@ class MTPHead(nn.Module):
         if config.mtp_use_dedicated_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width)
 
-    def join(self, embedded: mx.array, hidden: mx.array) -> mx.array:
-        return self.fc(
-            mx.concatenate(
-                [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)],
-                axis=-1,
-            )
-        )
+    def __call__(self, embedded, hidden, memories: list[KVView] | list[Tail]):
+        """Runs T rows of every sequence; the arguments and the result ``(B * T, H)``.
 
-    def __call__(self, embedded, hidden, views: list[KVView]) -> mx.array:
-        """Commits T rows ``(B, T, H)`` to ``views`` and gives their outputs."""
-        x = self.join(embedded, hidden)
-        for layer, view in zip(self.layers, views, strict=True):
-            x = layer(x, lambda attn, y, view=view: attn(y, view))
-        return self.norm(x)
-
-    def chain(self, embedded, hidden, views, step: int, tails: list[list]) -> mx.array:
-        """One tentative row ``(B, 1, H)`` behind the committed ones."""
-        x = self.join(embedded, hidden)
-        for layer, view, tail in zip(self.layers, views, tails, strict=True):
-            x = layer(
-                x,
-                lambda attn, y, view=view, tail=tail: attn.chain(y, view, step, tail),
-            )
+        ``memories`` has one entry a layer, and gets the keys and values of the rows.
+        """
+        embedded = self.pre_fc_norm_embedding(embedded)
+        hidden = self.pre_fc_norm_hidden(hidden)
+        x = self.fc(mx.concatenate([embedded, hidden], axis=-1))
+        for layer, memory in zip(self.layers, memories, strict=True):
+            x = layer(x, memory)
         return self.norm(x)
 
 
@@ -242,7 +219,7 @@ class MTPHeadDrafter:
     def prefill(self, state, following, hidden, attended):
         _, offset = state
         views = self._views(state, attended)
-        self.head(self._embed(following), hidden, views)
+        self._commit(following, hidden, views)
         return self._collect(views), offset + following.shape[1]
 
     def grow(self, state, capacity):
@@ -253,21 +230,18 @@ class MTPHeadDrafter:
     def propose(self, state, context: DraftContext):
         _, offset = state
         views = self._views(state, context.attended)
-        out = self.head(self._embed(context.tokens), context.hidden, views)
-        row = (context.count - 1)[:, None, None]
-        out = mx.take_along_axis(out, mx.maximum(row, 0), axis=1)
+        out = self._commit(context.tokens, context.hidden, views)
+        newest = mx.maximum(context.count - 1, 0)[:, None, None]
+        out = mx.take_along_axis(out, newest, axis=1)[:, 0]
         offset = offset + context.count
-        buffers = self._collect(views)
-        for view in views:
-            view.offset = offset
+        committed = mx.arange(context.attended) < offset[:, None, None, None]
+        tails = [Tail(view, offset, committed) for view in views]
 
         tokens, logits, stats = [], [], []
-        tails: list[list] = [[] for _ in views]
         for i in range(context.depth):
             if i:
-                embedded = self._embed(tokens[-1][:, None])
-                out = self.head.chain(embedded, out, views, i - 1, tails)
-            row = self.target.logits(out)[:, 0]
+                out = self.head(self._embed(tokens[-1]), out, tails)
+            row = self.target.logits(out)
             token, stat = context.draw(row, i)
             tokens.append(token)
             logits.append(row)
@@ -277,10 +251,16 @@ class MTPHeadDrafter:
             drafts = drafts._replace(
                 logits=mx.stack(logits, axis=1), stats=mx.stack(stats, axis=1)
             )
-        return drafts, (buffers, offset)
+        return drafts, (self._collect(views), offset)
+
+    def _commit(self, tokens, hidden, views):
+        """Rows ``(B, T)`` with the target's hidden rows, and their outputs."""
+        tokens = mx.maximum(tokens, 0)  # unused slots hold -1
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        out = self.head(self._embed(tokens.reshape(-1)), rows, views)
+        return out.reshape(hidden.shape)
 
     def _embed(self, tokens):
-        tokens = mx.maximum(tokens, 0)  # unused slots hold -1
         if "embed_tokens" in self.head:
             return self.head.embed_tokens(tokens)
         return self.target.embed(tokens)

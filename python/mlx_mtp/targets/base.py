@@ -45,7 +45,7 @@ class Target(Protocol):
         """Feeds ``tokens`` ``(B, T)`` through the views of a round."""
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """Input embeddings ``(B, T, H)``, for drafters that share them."""
+        """Input embeddings ``(..., H)``, for drafters that share them."""
 
     def logits(self, hidden: mx.array) -> mx.array:
         """The output projection of hidden rows, for drafters that share it."""

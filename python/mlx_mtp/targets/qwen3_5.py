@@ -47,36 +47,46 @@ class Qwen35Target:
         return TargetOutput(self.logits(hidden), hidden)
 
     def forward(self, tokens, views):
-        x = self.embed(tokens)
-        mask = None
+        batch, width = tokens.shape
+        x, mask = self.embed(tokens.reshape(-1)), None  # rows (B * T, H)
         for layer, view in zip(self.trunk.layers, views, strict=True):
             y = layer.input_layernorm(x)
             if layer.is_linear:
-                x = x + _gated_delta_net(layer.linear_attn, y, view)
+                y = _gated_delta_net(layer.linear_attn, y, view)
             else:
-                mask = view.make_mask(tokens.shape[1]) if mask is None else mask
-                x = x + layer.self_attn(y, mask, view)
+                mask = view.make_mask(width) if mask is None else mask
+                y = layer.self_attn(y.reshape(batch, width, -1), mask, view)
+            x = x + y.reshape(x.shape)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         hidden = self.trunk.norm(x)
-        return TargetOutput(self.logits(hidden), hidden)
+        logits = self.logits(hidden)
+        return TargetOutput(
+            logits.reshape(batch, width, -1), hidden.reshape(batch, width, -1)
+        )
 
 
 def _gated_delta_net(net, x: mx.array, view) -> mx.array:
-    """The layer of ``mlx_lm`` on a view, with its recurrence as one op."""
-    batch, width, _ = x.shape
-    z = net.in_proj_z(x).reshape(batch, width, net.num_v_heads, net.head_v_dim)
-    beta = mx.sigmoid(net.in_proj_b(x))
-    g = compute_g(net.A_log, net.in_proj_a(x), net.dt_bias)
-    conv_input = mx.concatenate([view.window, net.in_proj_qkv(x)], axis=1)
+    """The layer of ``mlx_lm`` on rows ``(B * T, H)``, with its recurrence as one op."""
+    batch = view.state.shape[0]
+    value_shape = (batch, -1, net.num_v_heads, net.head_v_dim)
+    key_shape = (batch, -1, net.num_k_heads, net.head_k_dim)
+    z = net.in_proj_z(x).reshape(value_shape)
+    per_head = (batch, -1, net.num_v_heads)
+    beta = mx.sigmoid(net.in_proj_b(x)).reshape(per_head)
+    g = compute_g(net.A_log, net.in_proj_a(x), net.dt_bias).reshape(per_head)
+    qkv = net.in_proj_qkv(x).reshape(batch, -1, net.conv_dim)
+    conv_input = mx.concatenate([view.window, qkv], axis=1)
     q, k, v = mx.split(
         nn.silu(net.conv1d(conv_input)), [net.key_dim, 2 * net.key_dim], axis=-1
     )
-    heads = (batch, width, net.num_k_heads, net.head_k_dim)
     q, k = normalize_qk(
-        q.reshape(heads), k.reshape(heads), inv_scale=net.head_k_dim**-0.5, eps=1e-6
+        q.reshape(key_shape),
+        k.reshape(key_shape),
+        inv_scale=net.head_k_dim**-0.5,
+        eps=1e-6,
     )
-    v = v.reshape(batch, width, net.num_v_heads, net.head_v_dim)
-    steps = mx.full((batch,), width, mx.int32)
+    v = v.reshape(value_shape)
+    steps = mx.full((batch,), v.shape[1], mx.int32)
     _, y = gated_delta_replay(view.state, k, v, g, beta, steps, q=q)
     view.inputs = (conv_input, k, v, g, beta)
-    return net.out_proj(net.norm(y, z).reshape(batch, width, -1))
+    return net.out_proj(net.norm(y, z).reshape(x.shape[0], -1))
