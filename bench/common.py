@@ -18,7 +18,7 @@ from time import perf_counter
 
 from mlx_mtp import blas
 
-PACKAGES = ("mlx-mtp", "mlx", "mlx-lm", "numpy")
+PACKAGES = ("mlx-mtp", "mlx", "mlx-lm", "numpy", "mtplx")
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -46,7 +46,7 @@ def start(args: argparse.Namespace) -> dict:
     import mlx.core as mx
 
     return {
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {n: v for n in PACKAGES if (v := _version(n)) is not None},
         "python": platform.python_version(),
         "machine": _machine(),
         "commit": _commit(),
