@@ -2,9 +2,9 @@
 
     python bench/exactness.py [--quick] [--parts NAME ...] [--json FILE]
 
-greedy      the demo model, 100 prompts of 128 tokens, depths 1 to 6: the tokens of
-            plain ``mlx_lm``, on the BLAS of MLX's wheel, where rounding does not depend
-            on the number of rows
+greedy      the demo model, 100 prompts of 128 tokens (on past the end of an answer),
+            depths 1 to 6: the tokens of plain ``mlx_lm``, on the BLAS of MLX's wheel,
+            where rounding does not depend on the number of rows
 ngram       the same of SmolLM2 with copied drafts, 8 prompts of 48 tokens
 sampled     the next three tokens of the demo model in 20,000 streams, drawn by the
             compiled round in batches, against their exact probabilities: chi-square,
@@ -123,10 +123,10 @@ def _equality(results, name, questions, max_tokens, depths) -> None:
 def _equal_row(subject, question, max_tokens, depths) -> dict:
     """One prompt at all depths: equal, or parted at a near-tie."""
     prompt = subject.encode(question)
-    expected = subject.plain(prompt, max_tokens, 0.0).tokens
+    expected = subject.plain_tokens(prompt, max_tokens)
     near_ties, wrong = {}, {}
     for depth in depths:
-        got = subject.ours(prompt, max_tokens, 0.0, depth).tokens
+        got = subject.our_tokens(prompt, max_tokens, depth)
         difference = subject.difference(prompt, expected, got)
         if difference is not None:
             (near_ties if difference["near_tie"] else wrong)[depth] = difference

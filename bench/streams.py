@@ -12,6 +12,7 @@ from time import perf_counter
 import mlx.core as mx
 import mlx_lm
 import smollm2
+from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 
 import mlx_mtp
@@ -92,6 +93,16 @@ class Subject:
                 seed=seed,
             )
         )
+
+    def plain_tokens(self, prompt, count: int) -> list[int]:
+        """``count`` greedy tokens of ``mlx_lm``, past the end of the answer too."""
+        steps = generate_step(mx.array(prompt), self.model, max_tokens=count)
+        return [int(token) for token, _ in steps]
+
+    def our_tokens(self, prompt, count: int, depth: int) -> list[int]:
+        """The same of ours."""
+        steps = self.decoder(depth).stream(prompt, max_tokens=count)
+        return [step.token for step in steps]
 
     def difference(self, prompt, expected: list[int], got: list[int]) -> dict | None:
         """Where two greedy outputs part, and how close the two logits are there.
