@@ -193,7 +193,7 @@ def test_parameters_of_each_sequence():
 
 def test_small_temperatures_are_greedy_and_finite():
     x = mx.array([[20.0, 10.0, 0.0]] * 4).astype(mx.float16)
-    temperature = mx.array([0.0, 1e-6, 1e-40, 1.0])
+    temperature = mx.array([-0.0, 1e-6, 1e-40, 1.0])
     u = mx.array([[1 - 2**-24, 0.0]] * 4)
     tokens, stats = sample(x, u, temperature=temperature)
     assert tokens.tolist()[:3] == [0, 0, 0]

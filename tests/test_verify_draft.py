@@ -319,6 +319,15 @@ def test_lengths_and_parameters_out_of_range_are_flagged():
         top_k=mx.array([0, 0, 0, 0, 0, 0.5]),
     )
     assert got[1].tolist() == [2, -1, -1, -1, -1, -1]
+    temperature = mx.array([1, 0, -1, np.nan, np.inf, -0.0])
+    got = verify_draft(
+        target,
+        drafts,
+        target[:, :2],
+        uniforms=mx.full((6, 4), 0.05),
+        draft_params={"temperature": temperature},
+    )
+    assert got[1].tolist() == [2, 2, -1, -1, -1, 2]
 
 
 def test_parameters_of_each_sequence():

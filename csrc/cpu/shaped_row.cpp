@@ -22,8 +22,7 @@ bool RowParams::valid() const {
 }
 
 bool ShapedRow::shape(const Row& row, const RowParams& params) {
-  // 1 / temperature also overflows for denormal temperatures: greedy as well.
-  float inv_t = 1 / params.temperature;
+  float inv_t = inverse(params.temperature);
   if (inv_t < inf) {
     return read(row) && shape(inv_t, threshold(params, inv_t));
   }

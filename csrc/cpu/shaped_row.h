@@ -18,6 +18,12 @@ struct RowParams {
   bool valid() const;
 };
 
+// 1 / temperature, infinity for a greedy one: also for a denormal temperature,
+// whose inverse overflows, and for -0.
+inline float inverse(float temperature) {
+  return 1 / (temperature + 0.0f);
+}
+
 // Keeps O(V / max_block) of scratch, reused from row to row.
 class ShapedRow {
  public:

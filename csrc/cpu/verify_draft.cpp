@@ -89,9 +89,7 @@ class Verifier {
         emit(b, i, draft);
         continue;
       }
-      auto q_row = q.point < 0 ? draft_row(b, i) : cpu::Row();
-      int token = target_.draw_residual(
-          q.point < 0 ? &q_row : nullptr, q, final_uniform(b));
+      int token = correct(b, i, q);
       if (token < 0) {
         return -1;
       }
@@ -105,6 +103,15 @@ class Verifier {
     return length;
   }
 
+  int correct(int b, int i, const cpu::Density& q) {
+    double u = final_uniform(b);
+    if (q.point >= 0) {
+      return target_.draw_residual(nullptr, q, u);
+    }
+    auto row = draft_row(b, i);
+    return target_.draw_residual(&row, q, u);
+  }
+
   bool shape(int b, int i, const cpu::RowParams& params) {
     row_ = cpu::Row(batch_.in[0], batch_.allowed(), b * batch_.T() + i);
     return target_.shape(row_, params);
@@ -114,8 +121,8 @@ class Verifier {
     return {*batch_.draft_logits(), nullptr, b * (batch_.T() - 1) + i};
   }
 
-  // What the draft was drawn from, with scale NaN for an unusable row. A greedy
-  // target accepts its argmax whatever q is.
+  // What the draft was drawn from, with probabilities NaN for an unusable row.
+  // A greedy target accepts its argmax whatever q is.
   cpu::Density draft_density(int b, int i, int draft) {
     cpu::Density point = {draft, 0, inf, 0, 1};
     if (!batch_.has.draft_logits || target_.density().point >= 0) {
@@ -123,8 +130,8 @@ class Verifier {
     }
     auto* stats = batch_.draft_stats();
     if (!stats) {
-      float inv_t = 1 / value<float>(batch_.in[7], b);
-      return inv_t < inf ? density_of(draft_row(b, i), inv_t, -inf) : point;
+      float inv_t = cpu::inverse(value<float>(batch_.in[7], b));
+      return inv_t == inf ? point : density_of(draft_row(b, i), inv_t, -inf);
     }
     auto* x = stats->data<float>() +
         cpu::row_offset(*stats, b * (batch_.T() - 1) + i);
@@ -144,7 +151,7 @@ class Verifier {
   }
 
   cpu::Density density_of(const cpu::Row& row, float inv_t, float threshold) {
-    if (draft_.shape(row, inv_t, threshold)) {
+    if (inv_t > 0 && draft_.shape(row, inv_t, threshold)) {
       return draft_.density();
     }
     return {-1, 0, inv_t, threshold, std::numeric_limits<double>::quiet_NaN()};
