@@ -222,6 +222,25 @@ def test_the_host_waits_once_a_round(scripted, truth, syncs):
     assert steps.telemetry.target_calls - target_calls == len(syncs)
 
 
+def test_a_stream_copies_no_cache(llama):
+    """Of 65,536 slots: one copied buffer would be 16 MiB."""
+    truth = plain_tokens(llama, PROMPT, 90)
+    decoder = SpeculativeDecoder(as_target(llama), ScriptedDrafter(truth, 128, [2]), 3)
+    cache = decoder.target.make_cache()
+    for entry in cache:
+        entry.keys = mx.zeros((1, 2, 65536, 32))
+        entry.values = mx.zeros((1, 2, 65536, 32))
+    mx.eval([entry.keys for entry in cache], [entry.values for entry in cache])
+    steps = decoder.stream(PROMPT, max_tokens=90, caches=cache)
+    tokens = [next(steps).token for _ in range(30)]
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    tokens += tokens_of(steps)
+    assert mx.get_peak_memory() - before < 2**21
+    assert tokens == truth
+    assert cache[0].keys.shape[2] == 65536
+
+
 def test_streams_of_one_decoder_share_their_traces(qwen_head):
     decoder = SpeculativeDecoder(qwen_head.target, qwen_head.drafter, 2)
     for seed in range(3):
