@@ -156,6 +156,34 @@ def test_the_heads_state_is_that_of_a_fresh_one_after_any_acceptance(qwen_head, 
     assert full[len(prompt) + 1 : length] == truth[1 : length - len(prompt)]
 
 
+@pytest.mark.parametrize("taken", range(1, 12))
+def test_the_heads_state_at_rest_is_that_of_a_fresh_one(qwen_head, taken):
+    """Wherever max_tokens cuts a block: what the next turn on the cache starts from."""
+    target, prompt = qwen_head.target, random_prompt(8, 128, 3)
+    truth = plain_tokens(target.model, prompt, taken + 1)
+    script = ScriptedDrafter(truth, 128, [3, 1])
+    decoder = SpeculativeDecoder(target, Forced(qwen_head.drafter, script), 3)
+    cache = target.make_cache()
+    for _ in decoder.stream(prompt, max_tokens=taken, caches=cache):
+        pass
+    turn = decoder._turns[cache[0]]
+    full = prompt + truth[:taken]
+    hidden = target.prefill(mx.array([full]), target.make_cache()).hidden
+    assert turn.length == len(full) and turn.tokens.tolist() == full
+    assert mx.allclose(turn.hidden, hidden[:, -1:], atol=1e-5)
+    fresh = qwen_head.drafter.prefill(
+        qwen_head.drafter.begin(mx.array([prompt]), 256),
+        mx.array([full[1:]]),
+        hidden[:, :-1],
+        256,
+    )
+    (buffers, offset), *_ = turn.draft_state
+    assert offset.item() == len(full) - 1
+    for x, y in zip(buffers[0], fresh[0][0], strict=True):
+        x, y = x[:, :, : len(full) - 1], y[:, :, : len(full) - 1]
+        assert mx.allclose(x, y, rtol=0, atol=1e-5)
+
+
 def chained(drafter, full, hidden, length, depth=3):
     """Drafts behind ``length`` tokens by feeding every row to the head in turn."""
     head, target = drafter.head, drafter.target

@@ -86,6 +86,7 @@ def run(round_, state):
         state, result = round_(state, SLOTS)
         counts = np.array(result.counts)
         accepted.append(counts[:, 0])
+        assert (counts[:, 0] <= counts[:, 1]).all()
         tokens.append(counts[:, 2:])
     tokens = np.concatenate(tokens, axis=1)
     order = np.argsort(tokens < 0, axis=1, kind="stable")[:, :LENGTH]

@@ -101,6 +101,8 @@ from mlx_mtp.targets import Target, TargetOutput
 
 class Counts:
     vocab_size, hidden_size, adapters = 7, None, []
+    def weights(self):
+        return ()
     def make_cache(self):
         return []
     def prefill(self, tokens, caches):

@@ -95,9 +95,12 @@ def test_a_flagged_row_gives_no_token_and_leaves_the_others_alone():
     good = [start_row(round_, [0, i], CAPACITY, params, seed=i)[0] for i in (1, 2)]
     bad = start_row(round_, [0, 3], CAPACITY, params, seed=9)[0]
     bad = {**bad, "tokens": mx.array([[4, -1, -1, -1]])}
-    _, result = round_(stack_states([good[0], bad, good[1]]), CAPACITY)
+    before = stack_states([good[0], bad, good[1]])
+    after, result = round_(before, CAPACITY)
     assert result.counts[1, 0].item() == -1
     assert result.counts[1, 2:].tolist() == [-1] * 4
+    assert after["offset"][1].item() == before["offset"][1].item()
+    assert after["steps"][1].item() == after["count"][1].item() == 0
     for row, state in zip((0, 2), good, strict=True):
         _, alone = round_(state, CAPACITY)
         assert result.counts[row].tolist() == alone.counts[0].tolist()
@@ -135,6 +138,10 @@ def test_rows_of_a_block_equal_one_token_at_a_time(name, request):
         state, _ = start_row(round_, prompt, CAPACITY)
         _, result = round_(state, CAPACITY)
         expected = mx.stack(plain[:width])
+        logprobs = expected - mx.logsumexp(expected, axis=-1, keepdims=True)
+        emitted_at = mx.array(truth[1 : width + 1])[:, None]
+        logprobs = mx.take_along_axis(logprobs, emitted_at, axis=1)[:, 0]
+        assert mx.allclose(result.logprobs[0], logprobs, rtol=0, atol=1e-4)
         assert mx.allclose(result.logits[0], expected, rtol=0, atol=1e-5)
         assert result.counts[0, 2:].tolist() == truth[1 : width + 1]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_map
 from mlx_lm import stream_generate
 from mlx_lm.models.cache import ArraysCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
@@ -17,8 +18,10 @@ from tiny import (
     plain_tokens,
     random_head,
     random_prompt,
+    tiny_qwen,
 )
 
+import mlx_mtp.stream
 from mlx_mtp.drafters import DrafterMismatch, Drafts, MTPHeadDrafter, NGramDrafter
 from mlx_mtp.sampling import SamplingParams
 from mlx_mtp.speculative import SpeculativeDecoder, UnusableLogits, speculative_step
@@ -165,19 +168,21 @@ def test_prompt_chunks_change_nothing_and_are_reported(qwen_head, truth, size):
     assert [done for done, _ in seen] == [*range(0, 8, size), 8, 9]
 
 
-def test_growth_and_bucket_borders_change_no_token(scripted, qwen, truth):
-    """Attended 256, 384 and 512, and more slots than were reserved."""
-    steps = scripted.stream(PROMPT, max_tokens=420)
-    assert tokens_of(steps) == truth
-    cache = as_target(qwen).make_cache()
-    mx.eval(qwen(mx.array([PROMPT]), cache=cache))  # few slots are reserved
-    prompt = random_prompt(100, 128, 3)
-    plain = plain_tokens(qwen, PROMPT + prompt, 420)
-    drafter = ScriptedDrafter(plain, 128, [4, 1, 0, 3, 2])
-    steps = SpeculativeDecoder(as_target(qwen), drafter, 4).stream(
-        prompt, max_tokens=-1, caches=cache
-    )
-    assert [next(steps).token for _ in range(420)] == plain
+def test_growth_and_bucket_borders_change_no_token(scripted, qwen, truth, monkeypatch):
+    """Attended 256, 384 and 512, with slots for all at the start and without."""
+    assert tokens_of(scripted.stream(PROMPT, max_tokens=420)) == truth
+    monkeypatch.setattr(mlx_mtp.stream, "MAX_RESERVED", 8)
+    for drafter in (scripted.drafter, NGramDrafter(), random_head(scripted.target)):
+        decoder = SpeculativeDecoder(scripted.target, drafter, 4)
+        cache = scripted.target.make_cache()
+        steps = decoder.stream(PROMPT, max_tokens=420, caches=cache)
+        assert tokens_of(steps) == truth
+        assert {entry.keys.shape[2] for entry in cache if hasattr(entry, "keys")} == {
+            768
+        }
+        # 256 slots, 384 and 512 of 768
+        (round_,) = decoder._rounds.values()
+        assert round_.traces == 3
 
 
 # One round
@@ -220,6 +225,49 @@ def test_the_host_waits_once_a_round(scripted, truth, syncs):
     assert syncs == ["tolist"] * (steps.telemetry.rounds - rounds)
     assert len(syncs) > 60
     assert steps.telemetry.target_calls - target_calls == len(syncs)
+
+
+def test_a_stream_copies_no_cache(llama):
+    """Of 65,536 slots: one copied buffer would be 16 MiB."""
+    truth = plain_tokens(llama, PROMPT, 90)
+    decoder = SpeculativeDecoder(as_target(llama), ScriptedDrafter(truth, 128, [2]), 3)
+    cache = decoder.target.make_cache()
+    for entry in cache:
+        entry.keys = mx.zeros((1, 2, 65536, 32))
+        entry.values = mx.zeros((1, 2, 65536, 32))
+    mx.eval([entry.keys for entry in cache], [entry.values for entry in cache])
+    before = mx.get_active_memory()
+    steps = decoder.stream(PROMPT, max_tokens=90, caches=cache)
+    tokens = [next(steps).token for _ in range(30)]
+    mx.reset_peak_memory()
+    tokens += tokens_of(steps)
+    assert mx.get_peak_memory() - before < 2**21
+    assert tokens == truth
+    assert cache[0].keys.shape[2] == 65536
+
+
+def disturbed(x):
+    return x + 0.02 * mx.random.normal(x.shape)
+
+
+def test_new_weights_are_seen_by_a_decoder_in_use():
+    """A compiled round has its weights as constants."""
+    model = tiny_qwen(seed=8)
+    target = as_target(model)
+    drafter = random_head(target)
+    decoder = SpeculativeDecoder(target, drafter, 2)
+    seen = set()
+    for i in range(3):
+        if i:
+            model.update(tree_map(disturbed, model.parameters()))
+        tokens = tokens_of(decoder.stream(PROMPT, max_tokens=20))
+        assert tokens == plain_tokens(model, PROMPT, 20)
+        seen.add(tuple(tokens))
+    assert len(seen) == 3
+    (before,) = decoder._rounds.values()
+    drafter.head.update(tree_map(lambda x: 2 * x, drafter.head.parameters()))
+    tokens_of(decoder.stream(PROMPT, max_tokens=3))
+    assert list(decoder._rounds.values()) != [before]
 
 
 def test_streams_of_one_decoder_share_their_traces(qwen_head):
@@ -663,6 +711,28 @@ def test_an_error_of_the_model_is_not_hidden_by_the_fallback(llama):
     with pytest.raises(OSError, match="broken layer"):
         tokens_of(steps)
     assert cache[0].offset == len(PROMPT)
+
+
+def test_an_error_of_a_later_trace_is_raised(llama):
+    """A model that was traced once is not slowed down for good by an error."""
+
+    class Fails(GenericTarget):
+        forwards = 0
+
+        def forward(self, tokens, views):
+            self.forwards += 1
+            if self.forwards == 2:
+                raise MemoryError("no room")
+            return super().forward(tokens, views)
+
+    decoder = SpeculativeDecoder(Fails(llama), NGramDrafter(), 2)
+    cache, tokens = decoder.target.make_cache(), []
+    with pytest.raises(MemoryError, match="no room"):
+        for step in decoder.stream(PROMPT, caches=cache, max_tokens=400):
+            tokens.append(step.token)
+    assert len(tokens) > 200
+    assert tokens == plain_tokens(llama, PROMPT, len(tokens))
+    assert cache[0].offset == len(PROMPT) + len(tokens)
 
 
 # Threads

@@ -187,6 +187,9 @@ class ScriptTarget:
         self.adapters = [KVAdapter()]
         self.fed = []
 
+    def weights(self):
+        return self.script
+
     def make_cache(self):
         return [KVCache()]
 

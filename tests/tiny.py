@@ -93,6 +93,9 @@ class TableTarget:
         self.table, self.vocab_size = table, table.shape[0]
         self.adapters = [KVAdapter()]
 
+    def weights(self):
+        return self.table
+
     def make_cache(self):
         return [KVCache()]
 
@@ -120,6 +123,9 @@ class StatelessDrafter:
 
     def check(self, target):
         pass
+
+    def weights(self):
+        return ()
 
     def forwards(self, depth):
         return depth

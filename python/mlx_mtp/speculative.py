@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from .drafters import DrafterMismatch
 from .round import Round
@@ -55,6 +56,7 @@ class SpeculativeDecoder:
         drafter.check(target)
         self.target, self.drafter, self.depth = target, drafter, depth
         self._rounds: dict[tuple, Round] = {}
+        self._weights: list[mx.array] = []
         self._turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
 
     def stream(
@@ -139,6 +141,11 @@ class SpeculativeDecoder:
         return SpeculativeIterator(stream)
 
     def _round(self, greedy: bool, order, draft_order) -> Round:
+        # A compiled round has the weights of its trace as constants.
+        tree = [self.target.weights(), self.drafter.weights()]
+        weights = [x for _, x in tree_flatten(tree)]
+        if list(map(id, weights)) != list(map(id, self._weights)):
+            self._rounds, self._weights = {}, weights
         key = (greedy, order, draft_order)
         if key not in self._rounds:
             self._rounds[key] = Round(

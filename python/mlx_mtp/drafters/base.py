@@ -79,6 +79,9 @@ class Drafter(Protocol):
     def check(self, target: Any) -> None:
         """Raises DrafterMismatch when it cannot draft for ``target``."""
 
+    def weights(self) -> Any:
+        """The tree of arrays that its forwards read, beside those of the target."""
+
     def forwards(self, depth: int) -> int:
         """Forwards of its own that one round of ``depth`` drafts costs."""
 

@@ -213,6 +213,9 @@ class MTPHeadDrafter:
         ]
         return buffers, mx.zeros((batch,), mx.int32)
 
+    def weights(self):
+        return self.head.parameters()
+
     def forwards(self, depth):
         return depth
 

@@ -43,6 +43,9 @@ class NGramDrafter:
         history[:, : prompt.shape[1]] = prompt
         return history, mx.full((prompt.shape[0],), prompt.shape[1], mx.int32)
 
+    def weights(self):
+        return ()
+
     def forwards(self, depth):
         return 0
 

@@ -44,6 +44,9 @@ class Target(Protocol):
     def forward(self, tokens: mx.array, views: Sequence[Any]) -> TargetOutput:
         """Feeds ``tokens`` ``(B, T)`` through the views of a round."""
 
+    def weights(self) -> Any:
+        """The tree of arrays that its forwards read."""
+
     def embed(self, tokens: mx.array) -> mx.array:
         """Input embeddings ``(..., H)``, for drafters that share them."""
 

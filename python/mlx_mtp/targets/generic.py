@@ -29,6 +29,9 @@ class GenericTarget:
 
     forward = prefill
 
+    def weights(self):
+        return self.model.parameters()
+
     def embed(self, tokens: mx.array) -> mx.array:
         raise NotImplementedError(
             "[GenericTarget] The embedding of this model is not known; drafters that "

@@ -34,6 +34,9 @@ class Qwen35Target:
     def make_cache(self):
         return self.model.make_cache()
 
+    def weights(self):
+        return self.model.parameters()
+
     def embed(self, tokens):
         return self.trunk.embed_tokens(tokens)
 

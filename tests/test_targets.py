@@ -1,0 +1,87 @@
+"""Any mlx_lm model whose state is plain KV caches is a target."""
+
+from importlib import import_module
+
+import mlx.core as mx
+import pytest
+from tiny import ScriptedDrafter, plain_tokens, random_prompt
+
+from mlx_mtp.speculative import SpeculativeDecoder
+from mlx_mtp.state import UnsupportedCache
+from mlx_mtp.targets import GenericTarget, Qwen35Target, as_target, takes_heads
+
+COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 96,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+GPT = {
+    "n_ctx": 512,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_inner": 128,
+    "n_layer": 2,
+    "n_positions": 512,
+    "num_key_value_heads": 4,
+    "layer_norm_epsilon": 1e-5,
+    "vocab_size": 96,
+}
+
+
+def tiny_model(family, config):
+    module = import_module(f"mlx_lm.models.{family}")
+    mx.random.seed(0)
+    model = module.Model(module.ModelArgs.from_dict({**config, "model_type": family}))
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "fallback"),
+    [
+        ("qwen3", COMMON, None),
+        ("gemma2", COMMON, None),
+        ("mixtral", COMMON, None),
+        ("gpt2", GPT, None),
+        ("gpt_bigcode", GPT, "eager round"),  # reads its offset on the host
+    ],
+)
+def test_greedy_tokens_of_any_family_are_mlx_lms(family, config, fallback):
+    model = tiny_model(family, config)
+    assert type(as_target(model)) is GenericTarget and not takes_heads(model)
+    prompt = random_prompt(9, 96, 1)
+    plain = plain_tokens(model, prompt, 50)
+    drafter = ScriptedDrafter(plain, 96, [3, 0, 1, 2])
+    steps = SpeculativeDecoder(as_target(model), drafter, 3).stream(
+        prompt, max_tokens=50
+    )
+    assert [step.token for step in steps] == plain
+    assert (steps.telemetry.fallback or "None").startswith(str(fallback))
+
+
+def test_a_family_with_another_state_is_refused():
+    sliding = {**COMMON, "sliding_window": 32}
+    sliding["layer_types"] = ["full_attention", "sliding_attention"]
+    decoder = SpeculativeDecoder(
+        as_target(tiny_model("llama", sliding)), ScriptedDrafter([1], 96), 3
+    )
+    with pytest.raises(UnsupportedCache, match="entry 1 is a RotatingKVCache"):
+        decoder.stream([1, 2])
+
+
+def test_a_qwen_target_gives_hidden_rows_that_make_its_logits(qwen):
+    target = as_target(qwen)
+    assert type(target) is Qwen35Target and takes_heads(qwen)
+    rows = mx.array([random_prompt(6, 128, 2)])
+    out = target.prefill(rows, target.make_cache())
+    assert out.hidden.shape == (1, 6, target.hidden_size)
+    assert mx.array_equal(out.logits, qwen(rows))
+    assert mx.array_equal(out.logits, target.logits(out.hidden))
