@@ -183,7 +183,7 @@ METAL_FUNC int steps_of(int groups, Team team) {
 // The lanes whose group reaches t in this turn.
 METAL_FUNC uint hot_groups(Maxima maxima, float t, int step, Team team) {
   int group = group_of(step, team.lane, team);
-  return ballot(group < maxima.size && maxima.data[group] >= t);
+  return lanes_where(group < maxima.size && maxima.data[group] >= t);
 }
 
 template <typename T>

@@ -41,14 +41,18 @@ def edges(machine, seed):
         yield emulated.sample(x[:, 0].copy(), u[:, 1:].copy(), **params)
 
 
-def state(machine, seed):
+def commits(machine, seed):
     rng = np.random.default_rng(2)
     for i, dtype in enumerate(["uint8", "float16", "float32", "int64"]):
         cache, rows = commit_case(rng, dtype, D=[3, 8, 5, 8][i])
         for ring in (0, 5):
             emulated = Host(machine, threads=32, seed=seed)
             yield [emulated.commit_rows(cache, rows, [-1, 5], [2, 9], ring)]
-    for i, dtype in enumerate(DTYPES):
+
+
+def replays(machine, seed, dtypes=DTYPES):
+    rng = np.random.default_rng(3)
+    for i, dtype in enumerate(dtypes):
         size = {"B": 2, "T": 3, "Hk": 1, "Hv": 2, "Dk": [128, 40, 200][i], "Dv": 5}
         args = delta_case(rng, **size, dtype=dtype)
         emulated = Host(machine, threads=64, seed=seed)
@@ -57,5 +61,5 @@ def state(machine, seed):
 
 def everything(machine, seed=0):
     """The outputs of all runs."""
-    runs = [*sampling(machine, seed), *edges(machine, seed), *state(machine, seed)]
-    return [np.asarray(x) for run in runs for x in run]
+    parts = [sampling, edges, commits, replays]
+    return [np.asarray(x) for part in parts for run in part(machine, seed) for x in run]
