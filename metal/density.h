@@ -27,7 +27,7 @@ METAL_FUNC float inverse_temperature(float t) {
 }
 
 // As used in sums, which a greedy row does not need.
-METAL_FUNC float finite(float inv_t) {
+METAL_FUNC float finite_inverse(float inv_t) {
   return inv_t < INFINITY ? inv_t : 1.0f;
 }
 

@@ -54,7 +54,7 @@ METAL_FUNC int first_group(int begin, int end, uint simdgroup, Team team) {
 template <typename T>
 METAL_FUNC uint hot_groups(Weights<T> x, int first, int end, uint lane) {
   int group = first + int(lane);
-  return ballot(
+  return lanes_where(
       group < end && (!x.filtered || x.maxima[group] >= x.p.threshold));
 }
 

@@ -33,6 +33,6 @@ METAL_FUNC Team make_team(uint thread_index, uint threads) {
 }
 
 // The lanes for which x holds, as bits.
-METAL_FUNC uint ballot(bool x) {
+METAL_FUNC uint lanes_where(bool x) {
   return uint(simd_vote::vote_t(simd_ballot(x)));
 }

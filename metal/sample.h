@@ -40,7 +40,7 @@ kernel void sample_partials(
       sample_row(logits, allowed, params, r),
       begin,
       metal::min(begin + params.chunk, params.vocab),
-      Scaling{finite(inv_t), -INFINITY},
+      Scaling{finite_inverse(inv_t), -INFINITY},
       params.filtered != 0,
       maxima + long(r) * params.groups,
       partials + long(r) * params.chunks + chunk,
@@ -97,7 +97,8 @@ kernel void sample_draw(
   ulong u = fine_uniform(pair[0], pair[1]);
 
   float inv_t = inverse_temperature(sampling.temperature);
-  Partial whole = combine(partials, params.chunks, finite(inv_t), team.lane);
+  Partial whole =
+      combine(partials, params.chunks, finite_inverse(inv_t), team.lane);
   Density d = make_density(whole, inv_t, -INFINITY);
   if (params.filtered != 0) {
     Maxima groups = {maxima, params.groups};

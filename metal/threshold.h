@@ -127,33 +127,13 @@ METAL_FUNC Run add_to(
   return run;
 }
 
-// The maxima of the groups of a row, each with weight 1.
+// The maximum of each group of a row.
 struct Maxima {
   const device float* data;
   int size;
 };
 
-METAL_FUNC void add_all(
-    threadgroup atomic_uint* histogram,
-    Maxima maxima,
-    Bins bins,
-    uint spare,
-    Team team) {
-  Run run = {0, 0ul};
-  for (int i = int(team.thread_index); i < maxima.size;
-       i += int(team.threads)) {
-    float z = maxima.data[i];
-    uint key = to_key(z, spare);
-    if (key >= bins.low && key <= bins.high) {
-      run = add_to(histogram, run, bins, key, z, 1ul);
-    }
-  }
-  if (run.sum > 0) {
-    flush(histogram, run);
-  }
-}
-
-// The logits of a row, weighted by their probability or each with weight 1.
+// The logits of a row, weighted by their probability, or each with weight 1.
 // Groups of which no logit can reach the interval are not read.
 template <typename T>
 struct Weighted {
@@ -163,9 +143,36 @@ struct Weighted {
   bool count;
 };
 
-template <typename T>
-METAL_FUNC ulong weight_of(Weighted<T> x, float z) {
-  return x.count ? 1ul : fixed_point(probability(x.density, -1, z));
+// Only the maxima of its groups: a lower bound of all sums.
+struct WeightedMaxima {
+  Maxima maxima;
+  Density density;
+  bool count;
+};
+
+METAL_FUNC ulong weight_of(Density d, bool count, float z) {
+  return count ? 1ul : fixed_point(probability(d, -1, z));
+}
+
+METAL_FUNC void add_all(
+    threadgroup atomic_uint* histogram,
+    WeightedMaxima x,
+    Bins bins,
+    uint spare,
+    Team team) {
+  Run run = {0, 0ul};
+  for (int i = int(team.thread_index); i < x.maxima.size;
+       i += int(team.threads)) {
+    float z = x.maxima.data[i];
+    uint key = to_key(z, spare);
+    if (key >= bins.low && key <= bins.high) {
+      ulong weight = weight_of(x.density, x.count, z);
+      run = add_to(histogram, run, bins, key, z, weight);
+    }
+  }
+  if (run.sum > 0) {
+    flush(histogram, run);
+  }
 }
 
 // The group that a simdgroup looks at in turn `step` and lane `lane`:
@@ -183,7 +190,7 @@ METAL_FUNC int steps_of(int groups, Team team) {
 // The lanes whose group reaches t in this turn.
 METAL_FUNC uint hot_groups(Maxima maxima, float t, int step, Team team) {
   int group = group_of(step, team.lane, team);
-  return ballot(group < maxima.size && maxima.data[group] >= t);
+  return lanes_where(group < maxima.size && maxima.data[group] >= t);
 }
 
 template <typename T>
@@ -201,9 +208,13 @@ METAL_FUNC void add_all(
       int group = group_of(step, metal::ctz(hot), team);
       Eight e = load8(x.row, group * GROUP + int(team.lane) * 8);
       for (int i = 0; i < 8; ++i) {
+        if (!(e.z[i] >= lowest)) {
+          continue;
+        }
         uint key = to_key(e.z[i], spare);
-        if (key >= bins.low && key <= bins.high) {
-          run = add_to(histogram, run, bins, key, e.z[i], weight_of(x, e.z[i]));
+        if (key <= bins.high) {
+          ulong weight = weight_of(x.density, x.count, e.z[i]);
+          run = add_to(histogram, run, bins, key, e.z[i], weight);
         }
       }
     }
@@ -291,7 +302,7 @@ total_weight(Weighted<T> x, float t, threadgroup ulong* sums, Team team) {
       int group = group_of(step, metal::ctz(hot), team);
       Eight e = load8(x.row, group * GROUP + int(team.lane) * 8);
       for (int i = 0; i < 8; ++i) {
-        sum += e.z[i] >= t ? weight_of(x, e.z[i]) : 0ul;
+        sum += e.z[i] >= t ? weight_of(x.density, x.count, e.z[i]) : 0ul;
       }
     }
   }
@@ -304,6 +315,20 @@ total_weight(Weighted<T> x, float t, threadgroup ulong* sums, Team team) {
   return simd_total(team.lane < team.simdgroups ? sums[team.lane] : 0ul);
 }
 
+// A t for which {z >= t} reaches the target: the maxima of the groups alone do.
+// -INFINITY if there is none.
+template <typename T>
+METAL_FUNC float find_bound(
+    Weighted<T> x,
+    ulong target,
+    threadgroup atomic_uint* histogram,
+    Team team) {
+  WeightedMaxima maxima = {x.maxima, x.density, x.count};
+  float top = x.density.ref;
+  return find_threshold(
+      maxima, -INFINITY, top, 0u, target, false, histogram, team);
+}
+
 // The k-th largest logit.
 template <typename T>
 METAL_FUNC float find_top_k(
@@ -311,17 +336,12 @@ METAL_FUNC float find_top_k(
     int k,
     threadgroup atomic_uint* histogram,
     Team team) {
-  float top = x.density.ref;
-  float bottom = -INFINITY;
-  ulong target = ulong(k);
-  if (k <= x.maxima.size) {
-    // k groups reach the k-th largest maximum, so at least k logits do.
-    bottom = find_threshold(
-        x.maxima, bottom, top, 0u, target, false, histogram, team);
-  }
   x.count = true;
-  return find_threshold(
-      x, bottom, top, spare_bits(T(0.0f)), target, true, histogram, team);
+  ulong target = ulong(k);
+  float bottom = find_bound(x, target, histogram, team);
+  uint spare = spare_bits(T(0.0f));
+  float top = x.density.ref;
+  return find_threshold(x, bottom, top, spare, target, true, histogram, team);
 }
 
 // The smallest kept logit of {z >= from} that holds `top_p` of its mass.
@@ -334,18 +354,17 @@ METAL_FUNC float find_top_p(
     threadgroup ulong* sums,
     Team team) {
   Density d = x.density;
-  ulong all = ONE;
+  ulong all = from > -INFINITY ? total_weight(x, from, sums, team) : ONE;
+  ulong target = scale_by(all, fine_uniform(top_p, 0.0f));
   float bottom = from;
-  if (from > -INFINITY) {
-    all = total_weight(x, from, sums, team);
-  } else {
+  if (from == -INFINITY) {
     // All logits below this together have half of the mass that may be cut.
     float cut = 0.5f * (1.0f - top_p) / (d.scale * float(x.row.size));
     bottom = metal::min(d.ref + metal::log(cut) / d.inv_t, d.ref);
+    bottom = metal::max(bottom, find_bound(x, target, histogram, team));
   }
-  ulong target = scale_by(all, fine_uniform(top_p, 0.0f));
-  return find_threshold(
-      x, bottom, d.ref, spare_bits(T(0.0f)), target, true, histogram, team);
+  uint spare = spare_bits(T(0.0f));
+  return find_threshold(x, bottom, d.ref, spare, target, true, histogram, team);
 }
 
 // Adds the filters to a density, see SamplingParams. The whole threadgroup

@@ -137,7 +137,7 @@ kernel void verify_draft_partials(
   if (draft) {
     scaling = draft_scaling(draft_stats, draft_temperature, params, b, i);
   }
-  scaling.inv_t = finite(scaling.inv_t);
+  scaling.inv_t = finite_inverse(scaling.inv_t);
   int begin = int(position.y) * params.chunk;
   reduce_chunk(
       draft ? draft_row(draft_logits, allowed, params, b, i)
@@ -185,7 +185,7 @@ kernel void verify_draft_threshold(
   Partial whole = combine(
       target_partials(partials, params, b, i),
       params.chunks,
-      finite(inverse_temperature(sampling.temperature)),
+      finite_inverse(inverse_temperature(sampling.temperature)),
       team.lane);
   Maxima groups = {maxima + long(r) * params.groups, params.groups};
   Density d = filter(
@@ -216,7 +216,7 @@ METAL_FUNC Density target_density(
   Partial whole = combine(
       target_partials(in.partials, params, b, i),
       params.chunks,
-      finite(inv_t),
+      finite_inverse(inv_t),
       lane);
   return make_density(whole, inv_t, -INFINITY);
 }
@@ -240,7 +240,7 @@ METAL_FUNC Density draft_density(
   Partial whole = combine(
       draft_partials(in.partials, params, b, i),
       params.chunks,
-      finite(scaling.inv_t),
+      finite_inverse(scaling.inv_t),
       lane);
   return make_density(whole, scaling.inv_t, scaling.floor);
 }

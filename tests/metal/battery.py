@@ -27,7 +27,7 @@ def sampling(machine, seed, dtypes=DTYPES):
 
 
 def edges(machine, seed):
-    """Unusable rows, an empty residual, and coins that no generator gives."""
+    """Unusable rows, empty residuals, and uniforms at and past every border."""
     emulated = Host(machine, chunk=256, threads=64, seed=seed)
     rng = np.random.default_rng(1)
     x = rng.normal(0, 1, (6, 2, 300)).astype(np.float32)
@@ -39,16 +39,95 @@ def edges(machine, seed):
     for params in ({}, {"top_k": 9}):
         yield emulated.verify_draft(x, tokens, draft, uniforms=u, **params)
         yield emulated.sample(x[:, 0].copy(), u[:, 1:].copy(), **params)
+    # Weights that are 0 after the last id that can be drawn, and before the first.
+    x = np.full((4, 700), -np.inf, np.float32)
+    x[:, [3, 299, 300, 420]] = 0
+    u = np.array([[0, 0], [0.5, 0], [1, 1], [0.25, 0]], np.float32)
+    for params in ({}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 1}):
+        yield emulated.sample(x, u, **params)
+    lengths = np.array([0, 1, -1, 2], np.int32)
+    tokens = np.array([[3], [299], [3], [3]], np.int32)
+    rows = x[:, None].repeat(2, 1)
+    u = np.array([[0.1, 0.3, 0], [0.25, 0.3, 0], [0, 0, 0], [0, 0, 0]], np.float32)
+    for params in ({}, {"top_k": 2}, {"top_k": 0.5}, {"top_p": 0.0}, {"min_p": 1}):
+        yield emulated.verify_draft(
+            rows, tokens, uniforms=u, draft_lengths=lengths, **params
+        )
+    # Logits of both zeros, far apart, and one value alone.
+    x = np.array([[-0.0, 0.0, -1, 0], [3e38, -3e38, 5, 3e38], [-80, 2, -90, 1]])
+    u = np.full((3, 2), 0.99, np.float32)
+    for params in ({"top_k": 1}, {"top_p": 0.5}, {"temperature": 0}, {"top_k": 3}):
+        yield emulated.sample(x.astype(np.float32), u, **params)
 
 
-def state(machine, seed):
+def scale_by(machine):
+    rng = np.random.default_rng(4)
+    total = rng.integers(0, 2**61, 64, np.uint64)
+    u = rng.integers(0, 2**48, 64, np.uint64)
+    total[:4], u[2:6] = [0, 1, 2**60, 2**61 - 1], [0, 1, 2**48 - 1, 2**24]
+    out = np.zeros(64, np.uint64)
+    machine.launch("units_scale_by", (1,), (64,), {0: total, 1: u, 2: out})
+    return total, u, out
+
+
+def fine_uniform(machine):
+    values = [0, 0.5, 1 - 2**-24, 1, 7e30, -1, np.nan, 2**-24]
+    high, low = (np.array(v, np.float32) for v in np.meshgrid(values, values))
+    out = np.zeros(64, np.uint64)
+    high, low = np.ascontiguousarray(high.ravel()), np.ascontiguousarray(low.ravel())
+    machine.launch("units_fine_uniform", (1,), (64,), {0: high, 1: low, 2: out})
+    return high, low, out
+
+
+def pick(machine):
+    rng = np.random.default_rng(5)
+    weights = rng.integers(0, 2**40, (64, 32), np.uint64)
+    weights[rng.random((64, 32)) < 0.5] = 0
+    weights[::8] = 0
+    weights[1::8, 9:] = 0
+    totals = weights.sum(1)
+    thresholds = (totals * rng.random(64)).astype(np.uint64)
+    border = np.cumsum(weights, 1)[np.arange(64), rng.integers(0, 32, 64)]
+    thresholds[1::3] = border[1::3]
+    thresholds[2::3] = np.maximum(border, 1)[2::3] - np.uint64(1)
+    thresholds[3::7] = 2**64 - 1
+    lanes, rests = np.zeros(2048, np.int32), np.zeros(2048, np.uint64)
+    buffers = {0: weights, 1: thresholds, 2: lanes, 3: rests}
+    machine.launch("units_pick", (16,), (128,), buffers)
+    return weights, thresholds, lanes, rests
+
+
+def keys(machine, dtype):
+    rng = np.random.default_rng(6)
+    special = [0.0, -0.0, np.inf, -np.inf, 1, -1, 6e-8, -6e-8, 65504, -65504, 3e38]
+    z = np.concatenate([special, rng.normal(0, 10, 53), rng.normal(0, 1e-6, 64)])
+    with np.errstate(over="ignore"):
+        z = cases.rounded(z, dtype)
+    out, back = np.zeros(128, np.uint32), np.zeros(128, np.float32)
+    machine.launch(f"units_keys_{dtype}", (1,), (128,), {0: z, 1: out, 2: back})
+    return z, out, back
+
+
+def units(machine, seed):
+    yield scale_by(machine)
+    yield fine_uniform(machine)
+    yield pick(machine)
+    for dtype in DTYPES:
+        yield keys(machine, dtype)
+
+
+def commits(machine, seed):
     rng = np.random.default_rng(2)
     for i, dtype in enumerate(["uint8", "float16", "float32", "int64"]):
         cache, rows = commit_case(rng, dtype, D=[3, 8, 5, 8][i])
         for ring in (0, 5):
             emulated = Host(machine, threads=32, seed=seed)
             yield [emulated.commit_rows(cache, rows, [-1, 5], [2, 9], ring)]
-    for i, dtype in enumerate(DTYPES):
+
+
+def replays(machine, seed, dtypes=DTYPES):
+    rng = np.random.default_rng(3)
+    for i, dtype in enumerate(dtypes):
         size = {"B": 2, "T": 3, "Hk": 1, "Hv": 2, "Dk": [128, 40, 200][i], "Dv": 5}
         args = delta_case(rng, **size, dtype=dtype)
         emulated = Host(machine, threads=64, seed=seed)
@@ -57,5 +136,5 @@ def state(machine, seed):
 
 def everything(machine, seed=0):
     """The outputs of all runs."""
-    runs = [*sampling(machine, seed), *edges(machine, seed), *state(machine, seed)]
-    return [np.asarray(x) for run in runs for x in run]
+    parts = [sampling, edges, units, commits, replays]
+    return [np.asarray(x) for part in parts for run in part(machine, seed) for x in run]

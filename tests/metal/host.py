@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 METAL = Path(__file__).parents[2] / "metal"
-SOURCES = sorted(METAL.glob("*.metal"))
+UNITS = Path(__file__).parent / "units.metal"
+SOURCES = [*sorted(METAL.glob("*.metal")), UNITS]
 DTYPES = ["float32", "float16", "bfloat16"]
 FORMS = {"float": ctypes.c_float, "int": ctypes.c_int}
 

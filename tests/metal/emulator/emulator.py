@@ -28,24 +28,38 @@ def clang():
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def build(sources, out, include=(), sanitize=None, flags=(), link=("-shared",)):
-    """Compiles .metal (and C++) files and the engine to a library or program."""
+def build(
+    sources,
+    out,
+    include=(),
+    sanitize=None,
+    flags=(),
+    link=("-shared",),
+    engine=HERE / "engine.cpp",
+):
+    """Compiles .metal (and C++) files and the engine to a library or program.
+
+    ``engine`` may be an object file that an earlier build with the same sanitizer left
+    beside its result.
+    """
     instrument = SANITIZERS.get(sanitize, [])
-    options = ["-std=c++17", "-g1", "-fPIC", "-march=x86-64-v3", *flags]
+    options = ["-std=c++17", "-g1", "-fPIC", "-march=x86-64-v3"]
     # Kernels read several small values at once.
     options += ["-O1" if sanitize else "-O2", "-fno-strict-aliasing"]
-    options += ["-Wall", "-Wno-unknown-attributes"]
+    options += ["-Wall", "-Wno-unknown-attributes", *flags]
     options += [f"-I{path}" for path in [HERE, HERE / "run", *include]]
     out = Path(out)
 
     def compile(source):
+        if source.suffix == ".o":
+            return source
         own = ENGINE.get(sanitize, []) if source == HERE / "engine.cpp" else instrument
-        target = out.with_name(f"{out.stem}.{Path(source).stem}.o")
+        target = out.with_name(f"{out.stem}.{source.stem}.o")
         _run([clang(), *options, *own, "-x", "c++", "-c", source, "-o", target])
         return target
 
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile, [HERE / "engine.cpp", *sources]))
+        objects = list(pool.map(compile, map(Path, [engine, *sources])))
     _run([clang(), *instrument, *link, *objects, "-o", out])
     return out
 
