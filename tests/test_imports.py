@@ -18,19 +18,20 @@ PACKAGE = Path(mlx_mtp.__file__).parent
 LAYERS = [
     {"_build", "_ext", "blas", "reasoning"},
     {"ops"},
-    {"sampling", "telemetry", "state", "adaptive", "memory"},
+    {"sampling", "telemetry", "state", "adaptive", "memory", "grammar"},
     {"drafters", "targets"},
     {"round", "shaping"},
     {"stream", "thinking"},
     {"speculative"},
     {"loading"},
     {"generation"},
+    {"loops"},
     {"session"},
     {"cli", "serve", "forge"},
     {"__main__"},
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
-TAKES_MLX_LM = LAYERS[-3] | LAYERS[-2] | {"targets", "loading", "generation"}
+TAKES_MLX_LM = LAYERS[-3] | LAYERS[-2] | {"targets", "loading", "generation", "loops"}
 
 
 def files():

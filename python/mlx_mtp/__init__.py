@@ -11,6 +11,7 @@ _HOME = {
     "generate": ".generation",
     "stream_generate": ".generation",
     "make_sampler": ".generation",
+    "Session": ".session",
     "speculative_step": ".speculative",
     "SamplingParams": ".sampling",
     "Telemetry": ".telemetry",

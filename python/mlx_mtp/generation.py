@@ -164,7 +164,7 @@ def stream_generate(
     reason = _plain_reason(draft_model, kwargs)
     decoder = None
     if mtp is not None and (reason is None or mtp != "auto"):
-        decoder = _decoder(model, mtp, depth)
+        decoder = find_decoder(model, mtp, depth)
     if decoder is None:
         telemetry = None
         if mtp is not None:
@@ -233,7 +233,7 @@ class _Decoders:
         return self.made[drafter, depth]
 
 
-def _decoder(model, mtp: MTP, depth: int) -> SpeculativeDecoder | None:
+def find_decoder(model, mtp: MTP, depth: int) -> SpeculativeDecoder | None:
     """The decoder that ``mtp`` asks for; None if "auto" finds no head."""
     if isinstance(mtp, SpeculativeDecoder):
         return mtp
@@ -280,14 +280,18 @@ def _budget(model, tokenizer, prompt, budget, max_tokens) -> ThinkingBudget | No
     )
 
 
+def drawing(sampler) -> dict:
+    """How a decoder draws as ``sampler`` does: its ``params`` and ``sampler``."""
+    if sampler is greedy_sampler:
+        return {}
+    if isinstance(sampler, Sampler):
+        return {"params": sampler.params}
+    return {"sampler": sampler}
+
+
 def _open(
     decoder, tokenizer, prompt, max_tokens, seed, budget, kwargs
 ) -> SpeculativeIterator:
-    sampler, params = kwargs.get("sampler"), None
-    if sampler is greedy_sampler:
-        sampler = None
-    elif isinstance(sampler, Sampler):
-        sampler, params = None, sampler.params
     known = {
         "sampler",
         "logits_processors",
@@ -308,8 +312,7 @@ def _open(
     return decoder.stream(
         prompt,
         max_tokens=max_tokens,
-        params=params,
-        sampler=sampler,
+        **drawing(kwargs.get("sampler")),
         processors=kwargs.get("logits_processors") or (),
         controller=budget,
         stop_tokens=tokenizer.eos_token_ids,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,12 +18,21 @@ from .state import classify
 from .stream import Step, Stream, Turn, UnusableLogits
 
 __all__ = [
+    "Snapshot",
     "SpeculativeDecoder",
     "SpeculativeIterator",
     "Step",
     "UnusableLogits",
     "speculative_step",
 ]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A prompt cache at one point, made by ``SpeculativeDecoder.snapshot``."""
+
+    marks: tuple[Any, ...]  # one a cache, by its adapter
+    turn: Turn | None
 
 
 class SpeculativeDecoder:
@@ -139,6 +149,57 @@ class SpeculativeDecoder:
             progress=progress,
         )
         return SpeculativeIterator(stream)
+
+    def feed(
+        self,
+        tokens: mx.array | Sequence[int],
+        caches: list[Any],
+        *,
+        prefill_step_size: int = 2048,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Feeds a prompt, or a part of one, into the caches and emits nothing.
+
+        The arguments and errors are those of ``stream``.
+        """
+        classify(caches, self.target.adapters)
+        params = SamplingParams()
+        Stream(
+            self._round(True, params.filter_order, params.filter_order),
+            _check_prompt(tokens, self.target.vocab_size),
+            caches,
+            None,
+            None,
+            params.arrays(1),
+            params.arrays(1),
+            self._turns,
+            max_tokens=-1,
+            stop_tokens=(),
+            seed=0,
+            prefill_step_size=prefill_step_size,
+            progress=progress,
+        ).feed()
+
+    def snapshot(self, caches: list[Any]) -> Snapshot:
+        """What ``restore`` needs to bring the caches back to what they hold now.
+
+        Keys and values are kept by their length, everything else by reference, so a
+        snapshot costs no copy until the next forward.
+        """
+        adapters = classify(caches, self.target.adapters)
+        marks = [a.mark(c) for a, c in zip(adapters, caches, strict=True)]
+        return Snapshot(tuple(marks), self._turns.get(caches[0]))
+
+    def restore(self, caches: list[Any], snapshot: Snapshot) -> None:
+        """Brings the caches, and the drafter's state, back to a snapshot of them.
+
+        Later snapshots are void once the caches are fed again.
+        """
+        adapters = self.target.adapters
+        for adapter, cache, mark in zip(adapters, caches, snapshot.marks, strict=True):
+            adapter.rewind(cache, mark)
+        if snapshot.turn is not None:
+            self._turns[caches[0]] = snapshot.turn
 
     def _round(self, greedy: bool, order, draft_order) -> Round:
         # A compiled round has the weights of its trace as constants.

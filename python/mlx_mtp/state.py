@@ -73,6 +73,12 @@ class Adapter(Protocol):
     def arrays(self, cache: Any) -> Leaves:
         """The arrays of ``cache``."""
 
+    def mark(self, cache: Any) -> Any:
+        """What ``rewind`` needs to bring ``cache`` back to what it holds now."""
+
+    def rewind(self, cache: Any, mark: Any) -> None:
+        """Brings ``cache`` back to an earlier point of what it holds."""
+
 
 class KVView:
     """Keys and values ``(B, H, S, D)`` written at a device offset.
@@ -151,6 +157,12 @@ class KVAdapter:
     def arrays(self, cache):
         return cache.keys, cache.values
 
+    def mark(self, cache):
+        return cache.offset
+
+    def rewind(self, cache, mark):
+        cache.offset = mark
+
 
 class GatedDeltaView:
     """State ``(B, Hv, Dv, Dk)`` and convolution window ``(B, C - 1, D)`` at a row.
@@ -207,6 +219,12 @@ class GatedDeltaAdapter:
 
     def arrays(self, cache):
         return cache[0], cache[1]
+
+    def mark(self, cache):
+        return cache[0], cache[1]
+
+    def rewind(self, cache, mark):
+        cache[0], cache[1] = mark
 
     def _replay(self, leaves, steps):
         state, conv_input, k, v, g, beta = leaves

@@ -34,11 +34,13 @@ class Step:
         token (int): Its id.
         from_draft (bool): Whether the drafter proposed it.
         source (callable): Gives ``row``.
+        forced (bool): Whether a controller forced it.
     """
 
     token: int
     from_draft: bool
     source: Callable[[], mx.array]
+    forced: bool = False
 
     @cached_property
     def row(self) -> mx.array:
@@ -204,15 +206,17 @@ class Stream:
             token = int(forced[0])
             self._controller.accept(token)
             self._unfed.append(token)
-            yield self._take(token, False, partial(_certain, token, vocab))
+            yield self._take(token, False, partial(_certain, token, vocab), True)
             if self._ended:
                 return
 
-    def _take(self, token: int, from_draft: bool, row: Callable) -> Step:
+    def _take(
+        self, token: int, from_draft: bool, row: Callable, forced: bool = False
+    ) -> Step:
         self._taken.append(token)
         self.telemetry.emitted += 1
         self._last = token
-        return Step(token, from_draft, row)
+        return Step(token, from_draft, row, forced)
 
     @property
     def _ended(self) -> bool:
@@ -254,23 +258,32 @@ class Stream:
 
     # At rest
 
-    def _prefill(self) -> mx.array:
-        """Feeds the prompt; the logits of its last row."""
+    def feed(self) -> None:
+        """Feeds the prompt and emits nothing."""
+        try:
+            self._prefill(apart=0)
+        finally:
+            self._close()
+
+    def _prefill(self, apart: int = 1) -> mx.array | None:
+        """Feeds the prompt, its last token on its own; the logits of the last row."""
         with self.telemetry.phase("prefill"):
             total = self._prompt.size
             self._turn = self._begin(total)
             self._earlier = self._turn.tokens.size
             self._progress(0, total)
             done = 0
-            while total - done > 1:
-                count = min(self._prefill_step_size, total - done - 1)
+            logits = None
+            while total - done > apart:
+                count = min(self._prefill_step_size, total - done - apart)
                 self._feed(self._prompt[done : done + count])
                 mx.clear_cache()
                 done += count
                 self._progress(done, total)
-            logits = self._feed(self._prompt[-1:])
-            mx.eval(logits)
-            self._progress(total, total)
+            if apart:
+                logits = self._feed(self._prompt[-1:])
+                mx.eval(logits)
+                self._progress(total, total)
             return logits
 
     def _begin(self, total: int) -> Turn:

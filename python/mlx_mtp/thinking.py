@@ -107,18 +107,20 @@ class ControllerProcessor:
 
     def __init__(self, controller: Controller):
         self.controller = controller
-        self._seen: int | None = None
+        self.forced: set[int] = set()  # which of the stream's tokens were
+        self._start = self._seen = -1
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         controller = self.controller
-        if self._seen is None:
-            self._seen = tokens.size  # the prompt
+        if self._start < 0:
+            self._start = self._seen = tokens.size  # the prompt
         if tokens.size - self._seen < controller.horizon():
             return logits
         for token in tokens[self._seen :].tolist():
             controller.accept(token)
         self._seen = tokens.size
         if forced := controller.forced():
+            self.forced.add(self._seen - self._start)
             allowed = mx.arange(logits.shape[-1]) == forced[0]
             return mx.where(allowed, 0.0, -mx.inf)[None].astype(logits.dtype)
         return add_bias(controller.bias(), logits)

@@ -165,6 +165,11 @@ class ReasoningEmitter:
         """A thought has ended."""
         return self._scanner.closed
 
+    @property
+    def calling(self) -> bool:
+        """In a tool call."""
+        return self._scanner.region == TOOL
+
     def push(self, token: int, *, forced: bool = False) -> list[Event]:
         """Reads one token. `forced`: a budget wrote it."""
         text = self._scanner.quiet(token)

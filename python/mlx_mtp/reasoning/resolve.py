@@ -154,7 +154,7 @@ def _inspect(
     if config is None:
         return None
     config = replace(
-        config, tools=config.tools or tools.infer_protocol(template.source)
+        config, tools=tools.infer_protocol(template.source) or config.tools
     )
     if config.frame is not None:
         return config

@@ -1,0 +1,148 @@
+"""The two decoding loops of a session: speculative, and mlx_lm's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import (
+    can_trim_prompt_cache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
+
+from .generation import MTP, drawing, find_decoder
+from .shaping import Controller, Processor
+from .speculative import SpeculativeDecoder, Step
+from .state import UnsupportedCache, classify
+from .targets import as_target
+from .thinking import ControllerProcessor
+
+PREFILL_STEP = 2048
+
+
+class Loop(Protocol):
+    """Decodes behind prompt caches that the caller keeps."""
+
+    def make_cache(self) -> list[Any]:
+        """New prompt caches."""
+
+    def feed(self, tokens: Sequence[int], caches, *, progress) -> None:
+        """Feeds tokens and emits nothing."""
+
+    def snapshot(self, caches) -> Any:
+        """What ``restore`` needs."""
+
+    def restore(self, caches, snapshot, surplus: int) -> bool:
+        """Takes the newest ``surplus`` tokens back; False when that cannot be done."""
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        caches,
+        *,
+        max_tokens: int,
+        controller: Controller | None,
+        processors: Sequence[Processor],
+        stop_tokens: Collection[int],
+        seed: int | None,
+        progress: Callable[[int, int], None],
+    ) -> Iterator[Step]:
+        """As ``SpeculativeDecoder.stream``. ``progress`` may raise to stop it."""
+
+
+def find_loop(model, mtp: MTP, depth: int, sampler) -> Loop:
+    """The loop that ``mtp`` asks for, as ``stream_generate`` chooses it."""
+    decoder = None if mtp is None else find_decoder(model, mtp, depth)
+    if decoder is not None and _adapters(decoder.target) is not None:
+        return SpeculativeLoop(decoder, sampler)
+    return PlainLoop(model, sampler)
+
+
+class SpeculativeLoop:
+    def __init__(self, decoder: SpeculativeDecoder, sampler):
+        self.decoder = decoder
+        self.make_cache = decoder.target.make_cache
+        self.feed, self.snapshot = decoder.feed, decoder.snapshot
+        self.drawing = drawing(sampler)
+
+    def restore(self, caches, snapshot, surplus):
+        self.decoder.restore(caches, snapshot)
+        return True
+
+    def stream(self, prompt, caches, **options):
+        return self.decoder.stream(prompt, caches=caches, **self.drawing, **options)
+
+
+class PlainLoop:
+    """``mlx_lm``'s own loop, for models without a drafter and caches of any class."""
+
+    def __init__(self, model, sampler):
+        self.model, self.sampler = model, sampler
+        self.make_cache = partial(make_prompt_cache, model)
+        self.adapters = _adapters(as_target(model))
+
+    def feed(self, tokens, caches, *, progress):
+        tokens = mx.array(tokens)
+        for start in range(0, tokens.size, PREFILL_STEP):
+            progress(start, tokens.size)
+            self.model(tokens[None, start : start + PREFILL_STEP], cache=caches)
+            mx.eval([cache.state for cache in caches])
+
+    def snapshot(self, caches):
+        if self.adapters is None:
+            return None
+        return [a.mark(c) for a, c in zip(self.adapters, caches, strict=True)]
+
+    def restore(self, caches, snapshot, surplus):
+        if self.adapters is None:
+            return can_trim_prompt_cache(caches) and (
+                trim_prompt_cache(caches, surplus) == surplus
+            )
+        for adapter, cache, mark in zip(self.adapters, caches, snapshot, strict=True):
+            adapter.rewind(cache, mark)
+        return True
+
+    def stream(
+        self,
+        prompt,
+        caches,
+        *,
+        max_tokens,
+        controller,
+        processors,
+        stop_tokens,
+        seed,
+        progress,
+    ):
+        if seed is not None:
+            mx.random.seed(seed)
+        forced: Collection[int] = ()
+        if controller is not None:
+            adapter = ControllerProcessor(controller)
+            processors, forced = [*processors, adapter], adapter.forced
+        steps = generate_step(
+            mx.array(prompt),
+            self.model,
+            max_tokens=max_tokens,
+            sampler=self.sampler,
+            logits_processors=list(processors),
+            prompt_cache=caches,
+            prefill_step_size=PREFILL_STEP,
+            prompt_progress_callback=progress,
+        )
+        for i, (token, logprobs) in enumerate(steps):
+            yield Step(token, False, lambda row=logprobs: row, i in forced)
+            if token in stop_tokens:
+                return
+
+
+def _adapters(target):
+    """How the caches of a target are taken apart, None if they cannot be."""
+    try:
+        return classify(target.make_cache(), target.adapters)
+    except UnsupportedCache:
+        return None

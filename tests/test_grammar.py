@@ -1,0 +1,235 @@
+"""Grammars of tool calls and answers: what they allow, and that they can look ahead."""
+
+import json
+import sys
+
+import mlx.core as mx
+import pytest
+
+from mlx_mtp.grammar import (
+    FORMATS,
+    GrammarError,
+    GrammarProcessor,
+    UnsupportedToolProtocol,
+    answer_constraint,
+    call_constraint,
+    load_vocabulary,
+)
+from mlx_mtp.reasoning import (
+    PROTOCOLS,
+    ReasoningConfig,
+    Vocabulary,
+    family,
+    split,
+)
+
+pytest.importorskip("llguidance")
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "convert",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "text": {"type": "string"},
+                    "digits": {"type": "integer"},
+                    "unit": {"type": "string", "enum": ["m", "km"]},
+                },
+                "required": ["text"],
+            },
+        },
+    },
+    {"name": "now"},
+]
+ARGUMENTS = {"text": 'a "b" <c> é🙂', "digits": 12, "unit": "km"}
+END = 4089  # <|im_end|> of the demo
+CLOSE = 4093  # </tool_call>
+
+
+@pytest.fixture(scope="module")
+def vocabulary(demo):
+    return Vocabulary.from_tokenizer(demo[1])
+
+
+@pytest.fixture(scope="module")
+def tokens_of(demo):
+    return load_vocabulary(demo[1])
+
+
+def allowed(processor, tokens, vocab=4096):
+    """The ids that may follow; the prompt is one token."""
+    row = processor(mx.array([1, *tokens]), mx.zeros((1, vocab)))
+    return {i for i, x in enumerate(row[0].tolist()) if x == 0.0}
+
+
+def after(constraint, tokens_of, ids, vocab=4096):
+    """What may follow these tokens."""
+    processor = GrammarProcessor(constraint, tokens_of)
+    allowed(processor, [])
+    return allowed(processor, ids, vocab)
+
+
+def accepts(constraint, tokens_of, ids):
+    """Whether the grammar allows these tokens, one by one, and then the end."""
+    processor = GrammarProcessor(constraint, tokens_of)
+    return all(
+        token in allowed(processor, ids[:i]) for i, token in enumerate([*ids, END])
+    )
+
+
+def written(protocol, *calls):
+    """Calls as a model of the protocol writes them, without the opener."""
+    row = FORMATS[protocol]
+
+    def arguments(values):
+        if not row.tags:
+            return json.dumps(values, ensure_ascii=False)
+        return "".join(
+            f"<parameter={key}>\n{value}\n</parameter>\n"
+            for key, value in values.items()
+        )
+
+    parts = [row.name + n + row.arguments + arguments(a) + row.end for n, a in calls]
+    return (row.joiner or "").join(parts) + row.closer
+
+
+@pytest.mark.parametrize("protocol", FORMATS)
+def test_what_a_grammar_accepts_is_parsed_as_the_same_calls(
+    protocol, vocabulary, tokens_of
+):
+    constraint = call_constraint(protocol, TOOLS, vocabulary)
+    calls = [("convert", ARGUMENTS)]
+    if FORMATS[protocol].joiner is not None:
+        calls.append(("now", {}))
+    text = written(protocol, *calls)
+    assert accepts(constraint, tokens_of, vocabulary.encode(text))
+    config = ReasoningConfig("", "", tools=protocol)
+    if protocol == "harmony":
+        config = family("gpt_oss")
+    parts = split(constraint.opener + text, config, tools=TOOLS)
+    assert [(call.name, call.arguments) for call in parts.tool_calls] == calls
+    assert not parts.rejected and not parts.response
+
+
+@pytest.mark.parametrize("protocol", FORMATS)
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("other", {}),
+        ("convert", {}),
+        ("convert", {"text": "x", "digits": "many"}),
+        ("convert", {"text": "x", "unit": "mm"}),
+        ("convert", {"text": "x", "more": 1}),
+        ("now", {"x": 1}),
+    ],
+)
+def test_calls_that_do_not_fit_are_not_accepted(protocol, call, vocabulary, tokens_of):
+    constraint = call_constraint(protocol, TOOLS, vocabulary)
+    text = written(protocol, call)
+    assert not accepts(constraint, tokens_of, vocabulary.encode(text))
+
+
+def test_one_tool_can_be_named(vocabulary, tokens_of):
+    constraint = call_constraint("hermes", TOOLS, vocabulary, "now")
+    now, convert = (
+        vocabulary.encode(written("hermes", call))
+        for call in (("now", {}), ("convert", ARGUMENTS))
+    )
+    assert accepts(constraint, tokens_of, now)
+    assert not accepts(constraint, tokens_of, convert)
+    with pytest.raises(ValueError, match="'other', declared tools are: convert, now"):
+        call_constraint("hermes", TOOLS, vocabulary, "other")
+
+
+def test_no_control_token_stands_inside_of_a_string(vocabulary, tokens_of):
+    constraint = call_constraint("hermes", TOOLS, vocabulary)
+    start = vocabulary.encode(' "convert", "arguments": {"text": "a')
+    inside = after(constraint, tokens_of, start)
+    assert len(inside) > 3000
+    assert inside.isdisjoint(vocabulary.controls.values())
+
+
+def test_only_an_end_token_or_another_call_follows(vocabulary, tokens_of, demo):
+    one = vocabulary.encode(written("hermes", ("now", {})))
+    constraint = call_constraint("hermes", TOOLS, vocabulary)
+    newline = vocabulary.encode("\n")
+    ends = demo[1].eos_token_ids
+    assert after(constraint, tokens_of, one) == {*ends, *newline}
+    assert (
+        after(answer_constraint({"const": True}), tokens_of, vocabulary.encode("true"))
+        == ends
+    )
+
+
+def test_logits_behind_the_vocabulary_are_never_allowed(vocabulary, tokens_of):
+    constraint = answer_constraint({"type": "string"})
+    ids = after(constraint, tokens_of, vocabulary.encode('"a'), vocab=4200)
+    assert ids and max(ids) < 4096
+
+
+def test_looking_ahead_and_back_changes_nothing(vocabulary, tokens_of):
+    """Drafts right, wrong from slot i on, and behind the end."""
+    constraint = call_constraint("hermes", TOOLS, vocabulary)
+    ids = [*vocabulary.encode(written("hermes", ("convert", ARGUMENTS))), END]
+    alone = GrammarProcessor(constraint, tokens_of)
+    expected = [allowed(alone, ids[:i]) for i in range(len(ids))]
+    processor = GrammarProcessor(constraint, tokens_of)
+    for at in range(len(ids)):
+        for wrong in (0, 1, 3, 5):
+            drafts = (ids + [7] * 6)[at : at + 5]
+            drafts[wrong:] = [CLOSE] * (5 - wrong)
+            mark = None
+            for i in range(6):
+                row = allowed(processor, ids[:at] + drafts[:i])
+                if ids[at : at + i] == drafts[:i] and at + i < len(ids):
+                    assert row == expected[at + i]
+                mark = mark or processor.checkpoint()
+            processor.restore(mark)
+
+
+def test_a_json_answer_is_compact_and_fits_its_schema(vocabulary, tokens_of):
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"type": "integer"}, "ok": {"type": "boolean"}},
+        "required": ["sum"],
+        "additionalProperties": False,
+    }
+    constraint = answer_constraint(schema)
+    for text, fits in (
+        ('{"sum": 1, "ok": true}', True),
+        ('{"sum": -12}', True),
+        ('{"sum":1}', False),
+        ('{"ok": true}', False),
+        ('{"sum": 1.5}', False),
+        ('{"sum": 1} ', False),
+    ):
+        assert accepts(constraint, tokens_of, vocabulary.encode(text)) == fits
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("protocol", [*sorted(set(PROTOCOLS) - set(FORMATS)), "new"])
+def test_protocols_without_a_grammar_are_refused(protocol, vocabulary):
+    with pytest.raises(UnsupportedToolProtocol, match="auto") as raised:
+        call_constraint(protocol, TOOLS, vocabulary)
+    assert raised.value.protocol == protocol
+
+
+@pytest.mark.parametrize("schema", [{"type": "strin"}, {"not": {}}, False])
+def test_schemas_that_cannot_be_met_are_refused(schema, tokens_of):
+    with pytest.raises(GrammarError, match="not supported"):
+        GrammarProcessor(answer_constraint(schema), tokens_of)
+
+
+def test_a_slow_tokenizer_is_refused():
+    with pytest.raises(TypeError, match="fast tokenizer"):
+        load_vocabulary(object())
+
+
+def test_without_llguidance_the_command_to_install_it_is_named(demo, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ImportError, match=r"pip install 'mlx-mtp\[tools\]'"):
+        load_vocabulary(demo[1])
