@@ -67,7 +67,9 @@ def problems_of_binary(data):
         found += missing_kernels(data)
     else:
         dynamic = binary.dynamic_entries
-        paths = [e.runpath for e in dynamic if e.tag == lief.ELF.DynamicEntry.TAG.RUNPATH]
+        paths = [
+            e.runpath for e in dynamic if e.tag == lief.ELF.DynamicEntry.TAG.RUNPATH
+        ]
         libraries, libmlx = list(binary.libraries), "libmlx.so"
         expected = "$ORIGIN/../mlx/lib"
     if paths != [expected]:

@@ -1,7 +1,5 @@
 """The extension compiles and strictly links for macOS against the released MLX."""
 
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -72,5 +70,5 @@ def test_a_symbol_that_mlx_declares_but_hides_does_not_link(build):
     source.write_text(EXPORTED)
     macos.link(source, build.tag, build.folder, build.mlx)
     source.write_text(HIDDEN)
-    with pytest.raises(RuntimeError, match="undefined symbol: .*is_nax_available"):
+    with pytest.raises(RuntimeError, match=r"undefined symbol: .*is_nax_available"):
         macos.link(source, build.tag, build.folder, build.mlx)

@@ -140,9 +140,7 @@ def _verify_case(tally, rng, shape, dtype, params, known):
     case = f"B={B} K={K} V={V} {_described(params)} {known}"
     target = _normal(rng, (B, K + 1, V), dtype)
     draft = (target[:, :K] + _normal(rng, shape, dtype, 1)).astype(dtype)
-    drafts, stats = ops.sample(
-        draft, _uniform(rng, (B, K, 2)), **params, stream=mx.cpu
-    )
+    drafts, stats = ops.sample(draft, _uniform(rng, (B, K, 2)), **params, stream=mx.cpu)
     options = {
         "uniforms": _uniform(rng, (B, K + 2)),
         "draft_lengths": mx.array(rng.integers(0, K + 1, B)),
@@ -186,7 +184,10 @@ def check_commit_rows(tally: Tally, dtype: mx.Dtype) -> None:
     rng = np.random.default_rng(2)
     for S, D, ring in ((16, 64, 0), (40, 129, 0), (32, 64, 24), (7, 1, 7)):
         B, H, T = 3, 2, 5
-        cache, rows = _normal(rng, (B, H, S, D), dtype), _normal(rng, (B, H, T, D), dtype)
+        cache, rows = (
+            _normal(rng, (B, H, S, D), dtype),
+            _normal(rng, (B, H, T, D), dtype),
+        )
         start, count = rng.integers(-2, S + 3, B), rng.integers(-1, T + 2, B)
         index = (mx.array(start), mx.array(count))
         got = ops.commit_rows(cache, rows, *index, ring=ring, stream=tally.device)
@@ -204,7 +205,11 @@ def check_gated_delta_replay(tally: Tally, dtype: mx.Dtype) -> None:
     rng = np.random.default_rng(3)
     # Of y, which is rounded to the dtype.
     rounding = {mx.float32: 0.0, mx.float16: 2**-10, mx.bfloat16: 2**-7}[dtype]
-    for T, Hk, Hv, Dk, Dv in ((5, 2, 4, 128, 128), (3, 1, 3, 37, 10), (4, 2, 2, 256, 64)):
+    for T, Hk, Hv, Dk, Dv in (
+        (5, 2, 4, 128, 128),
+        (3, 1, 3, 37, 10),
+        (4, 2, 2, 256, 64),
+    ):
         B = 3
         state = _normal(rng, (B, Hv, Dv, Dk), mx.float32, 1)
         k, q = (_normal(rng, (B, T, Hk, Dk), dtype, Dk**-0.5) for _ in range(2))

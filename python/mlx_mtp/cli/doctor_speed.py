@@ -63,9 +63,7 @@ def _verify_draft(dtype):
         accepted = mx.cumprod(u[:, :K] * qx < px, axis=-1).sum(-1)
         q = mx.concatenate([q, mx.zeros((1, 1, V))], axis=1)
         row = accepted[:, None, None]
-        r = mx.maximum(
-            mx.take_along_axis(p, row, 1) - mx.take_along_axis(q, row, 1), 0
-        )
+        r = mx.maximum(mx.take_along_axis(p, row, 1) - mx.take_along_axis(q, row, 1), 0)
         total = mx.cumsum(r[:, 0], axis=-1)
         token = mx.argmax(total > u[:, K : K + 1] * total[:, -1:], axis=-1)
         return accepted, token

@@ -1,6 +1,4 @@
 // csrc/metal/device.h on MLX's CPU backend and the emulator.
-#include "metal/device.h"
-
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -12,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "metal/device.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "primitives.h"
 
@@ -30,7 +29,6 @@ struct Binding {
 };
 
 struct Dispatch {
-  std::string source;
   std::string kernel;
   std::vector<Binding> bindings;
   std::map<int, std::vector<char>> bytes;
@@ -38,12 +36,13 @@ struct Dispatch {
   uint32_t threads[3];
 };
 
-using Launch = const char* (*)(const char*,
-                               const uint32_t*,
-                               const uint32_t*,
-                               void* const*,
-                               int,
-                               uint64_t);
+using Launch = const char* (*)(
+    const char*,
+    const uint32_t*,
+    const uint32_t*,
+    void* const*,
+    int,
+    uint64_t);
 
 // What the tests set and read.
 struct Fake {
@@ -51,6 +50,7 @@ struct Fake {
   Launch launch{nullptr};
   int max_threads{1024};
   uint64_t seed{0};
+  std::string fault;
   std::string log;
 };
 
@@ -62,8 +62,7 @@ Fake& fake() {
 // A buffer's copy between two margins, aligned as Metal's buffers are.
 class Guarded {
  public:
-  explicit Guarded(const Binding& b)
-      : memory_(b.size + 3 * PAGE, MARGIN), size_(b.size) {
+  explicit Guarded(const Binding& b) : memory_(b.size + 3 * PAGE, MARGIN) {
     auto at = reinterpret_cast<uintptr_t>(memory_.data());
     start_ = memory_.data() + (PAGE - at % PAGE) + PAGE;
     std::memcpy(start_, b.buffer, b.size);
@@ -94,32 +93,51 @@ class Guarded {
   std::vector<char> before_;
   std::vector<std::pair<size_t, size_t>> allowed_;
   char* start_;
-  size_t size_;
 };
 
+// A line for fake_device.py: the kernel and five lists of numbers.
 void record(const Dispatch& d) {
   auto& log = fake().log;
-  log += d.source + " " + d.kernel + " grid";
+  auto add = [&](auto n) { log += " " + std::to_string(n); };
+  log += d.kernel + ":";
   for (auto n : d.grid) {
-    log += " " + std::to_string(n);
+    add(n);
   }
-  log += " threads " + std::to_string(d.threads[0]) + " reads";
-  for (auto& b : d.bindings) {
-    log += b.output ? "" : " " + std::to_string(b.index);
+  log += ":";
+  add(d.threads[0]);
+  for (bool output : {false, true}) {
+    log += ":";
+    for (auto& b : d.bindings) {
+      if (b.output == output) {
+        add(b.index);
+      }
+    }
   }
-  log += " writes";
-  for (auto& b : d.bindings) {
-    log += b.output ? " " + std::to_string(b.index) : "";
-  }
+  log += ":";
   for (auto& [index, bytes] : d.bytes) {
-    log += " bytes " + std::to_string(index) + " " +
-        std::to_string(bytes.size());
+    add(index);
+    add(bytes.size());
   }
   log += "\n";
 }
 
+// Breaks a dispatch as a wrong host would, to see that a test notices.
+void inject(const std::string& fault, Dispatch& d) {
+  if (fault == "output as input") {
+    for (auto& b : d.bindings) {
+      b.output = false;
+    }
+  } else if (fault == "swapped inputs") {
+    std::swap(d.bindings[0].index, d.bindings[1].index);
+  } else if (fault == "large grid") {
+    d.grid[0] += 1;
+    d.grid[1] += 1;
+  }
+}
+
 void run(Dispatch& d) {
   std::lock_guard lock(fake().mutex);
+  inject(fake().fault, d);
   record(d);
   std::map<char*, Guarded> buffers;
   void* arguments[31] = {};
@@ -141,7 +159,9 @@ void run(Dispatch& d) {
   for (auto& b : d.bindings) {
     if (b.output) {
       std::memcpy(
-          b.buffer + b.offset, buffers.at(b.buffer).data() + b.offset, b.nbytes);
+          b.buffer + b.offset,
+          buffers.at(b.buffer).data() + b.offset,
+          b.nbytes);
     }
   }
   for (auto& b : d.bindings) {
@@ -155,21 +175,25 @@ void run(Dispatch& d) {
 
 } // namespace
 
-extern "C" __attribute__((visibility("default"))) void
-fake_device(const char* emulator, int max_threads, uint64_t seed) {
+extern "C" __attribute__((visibility("default"))) void fake_device(
+    const char* emulator,
+    int max_threads,
+    uint64_t seed,
+    const char* fault) {
   std::lock_guard lock(fake().mutex);
   auto* library = dlopen(emulator, RTLD_NOW | RTLD_LOCAL);
   if (!library) {
     throw std::runtime_error(dlerror());
   }
-  fake().launch =
-      reinterpret_cast<Launch>(dlsym(library, "emulator_launch"));
+  fake().launch = reinterpret_cast<Launch>(dlsym(library, "emulator_launch"));
   fake().max_threads = max_threads;
   fake().seed = seed;
+  fake().fault = fault;
 }
 
 // What was dispatched since the last call, a line each.
-extern "C" __attribute__((visibility("default"))) const char* fake_device_log() {
+extern "C" __attribute__((visibility("default"))) const char*
+fake_device_log() {
   static std::string taken;
   std::lock_guard lock(fake().mutex);
   taken = std::exchange(fake().log, "");
@@ -202,7 +226,6 @@ void bind(void* pipeline, const mx::array& x, int index, bool output) {
 void Encoder::set_kernel(const KernelSource& source, const std::string& name) {
   static thread_local Dispatch dispatch;
   dispatch = {};
-  dispatch.source = source.name;
   dispatch.kernel = name;
   pipeline_ = &dispatch;
 }
