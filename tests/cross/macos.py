@@ -102,7 +102,7 @@ def build(tag, folder, mlx):
     write_stubs(folder / "stubs", mlx)
     tree = folder / "build"
     run(
-        *("cmake", "-S", ROOT, "-B", tree, "-G", "Ninja"),
+        *("cmake", "-S", ROOT, "-B", tree),
         f"-DCMAKE_TOOLCHAIN_FILE={HERE / 'toolchain.cmake'}",
         f"-DCMAKE_OSX_DEPLOYMENT_TARGET={tag}",
         f"-DCROSS_STUBS={folder / 'stubs'}",
@@ -116,7 +116,7 @@ def build(tag, folder, mlx):
         f"-Dnanobind_ROOT={nanobind.cmake_dir()}",
         f"-DSKBUILD_SOABI=cpython-{sys.version_info.major}{sys.version_info.minor}-darwin",
     )
-    log = run("cmake", "--build", tree)
+    log = run("cmake", "--build", tree, "-j2")
     run("cmake", "--install", tree, "--prefix", folder / "install")
     return log, folder / "install" / "mlx_mtp"
 

@@ -1,6 +1,5 @@
 """The extension compiles and strictly links for macOS against the released MLX."""
 
-
 import pytest
 
 pytest.importorskip("ziglang", reason="the macOS build needs: pip install ziglang")

@@ -129,9 +129,6 @@ void inject(const std::string& fault, Dispatch& d) {
     }
   } else if (fault == "swapped inputs") {
     std::swap(d.bindings[0].index, d.bindings[1].index);
-  } else if (fault == "large grid") {
-    d.grid[0] += 1;
-    d.grid[1] += 1;
   }
 }
 

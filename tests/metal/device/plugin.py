@@ -13,7 +13,7 @@ def pytest_addoption(parser):
     parser.addoption("--fake-device", required=True)
     parser.addoption("--emulator", required=True)
     parser.addoption("--max-threads", type=int, default=1024)
-    parser.addoption("--schedule", type=int, default=0)
+    parser.addoption("--fault", default="")
 
 
 # Before any conftest imports the ops.
@@ -22,7 +22,7 @@ def pytest_load_initial_conftests(early_config):
     option = early_config.known_args_namespace
     name = "mlx_mtp._ext"
     device = fake_device.FakeDevice(option.fake_device, option.emulator, name)
-    device.configure(option.max_threads, option.schedule)
+    device.configure(option.max_threads, fault=option.fault)
     sys.modules[name] = device.ops
     early_config.fake_device = device
 
