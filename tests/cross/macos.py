@@ -16,12 +16,15 @@ ROOT = HERE.parents[1]
 ZIG = Path(ziglang.__file__).with_name("zig")
 TAGS = ("14.0", "15.0", "26.0")
 
-# What zig's libc++ headers call and MLX's binaries do not: sized operators delete, in
-# macOS since 10.11, and a hash function that Apple's headers define inline.
+# Names of libc++ that we use and MLX's binaries do not: sized operators delete, in macOS
+# since 10.11, and waiting on an atomic, since 11.
 EXTRA_LIBCXX = {
     "__ZdlPvm",
     "__ZdlPvmSt11align_val_t",
-    "__ZNSt3__113__hash_memoryEPKvm",
+    "__ZNSt3__120__libcpp_atomic_waitEPVKNS_17__cxx_atomic_implIxNS_"
+    "22__cxx_atomic_base_implIxEEEEx",
+    "__ZNSt3__123__cxx_atomic_notify_oneEPVKNS_17__cxx_atomic_implIxNS_"
+    "22__cxx_atomic_base_implIxEEEE",
 }
 
 
