@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 1 when any result is wrong or an op fails."""
-    device = _device()
-    print("\n".join(_machine(device)))
+    chosen = device()
+    print("\n".join(_machine(chosen)))
     print(
         ROW.format(
             *("op", "dtype", "rows", "near", "error"),
@@ -35,13 +35,14 @@ def run(args: argparse.Namespace) -> int:
     failures = 0
     for op, check in doctor_checks.CHECKS.items():
         for dtype in doctor_checks.DTYPES:
-            failures += not _line(op, check, dtype, device, not args.no_speed)
+            failures += not _line(op, check, dtype, chosen, not args.no_speed)
     total = len(doctor_checks.CHECKS) * len(doctor_checks.DTYPES)
     print(f"{total - failures} of {total} right")
     return 1 if failures else 0
 
 
-def _device() -> mx.Device:
+def device() -> mx.Device:
+    """The one to check."""
     return mx.Device(mx.gpu if mx.is_available(mx.gpu) else mx.cpu)
 
 
