@@ -16,8 +16,8 @@ ROOT = HERE.parents[1]
 ZIG = Path(ziglang.__file__).with_name("zig")
 TAGS = ("14.0", "15.0", "26.0")
 
-# Names of libc++ that we use and MLX's binaries do not: sized operators delete, in macOS
-# since 10.11, and waiting on an atomic, since 11.
+# Names of libc++ that we use and MLX's binaries do not: sized operators delete, in
+# macOS since 10.11, and waiting on an atomic, since 11.
 EXTRA_LIBCXX = {
     "__ZdlPvm",
     "__ZdlPvmSt11align_val_t",

@@ -36,13 +36,12 @@ struct Dispatch {
   uint32_t threads[3];
 };
 
-using Launch = const char* (*)(
-    const char*,
-    const uint32_t*,
-    const uint32_t*,
-    void* const*,
-    int,
-    uint64_t);
+using Launch = const char* (*)(const char*,
+                               const uint32_t*,
+                               const uint32_t*,
+                               void* const*,
+                               int,
+                               uint64_t);
 
 // What the tests set and read.
 struct Fake {
