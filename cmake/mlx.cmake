@@ -28,4 +28,9 @@ add_library(mlx_imported SHARED IMPORTED)
 set_target_properties(
   mlx_imported PROPERTIES IMPORTED_LOCATION "${mlx_library}"
                           INTERFACE_INCLUDE_DIRECTORIES "${MLX_ROOT}/include")
+if(APPLE)
+  set_property(
+    TARGET mlx_imported APPEND PROPERTY INTERFACE_INCLUDE_DIRECTORIES
+                                        "${MLX_ROOT}/include/metal_cpp")
+endif()
 set(MLX_MTP_MLX mlx_imported)

@@ -56,9 +56,14 @@ class GatedDeltaReplay : public mx::Primitive {
 // inputs: logits, uniforms, temperature, top_k, top_p, min_p, [allowed]
 class Sample : public mx::Primitive {
  public:
-  Sample(mx::Stream stream, bool temperature_first, bool has_allowed)
+  Sample(
+      mx::Stream stream,
+      bool temperature_first,
+      bool filtered,
+      bool has_allowed)
       : mx::Primitive(stream),
         temperature_first_(temperature_first),
+        filtered_(filtered),
         has_allowed_(has_allowed) {}
 
   void eval_cpu(
@@ -77,6 +82,7 @@ class Sample : public mx::Primitive {
 
  private:
   bool temperature_first_;
+  bool filtered_; // false only if top_k, top_p and min_p are off in every row
   bool has_allowed_;
 };
 
@@ -92,9 +98,14 @@ class VerifyDraft : public mx::Primitive {
     bool operator==(const Optional&) const = default;
   };
 
-  VerifyDraft(mx::Stream stream, bool temperature_first, Optional has)
+  VerifyDraft(
+      mx::Stream stream,
+      bool temperature_first,
+      bool filtered,
+      Optional has)
       : mx::Primitive(stream),
         temperature_first_(temperature_first),
+        filtered_(filtered),
         has_(has) {}
 
   void eval_cpu(
@@ -113,6 +124,7 @@ class VerifyDraft : public mx::Primitive {
 
  private:
   bool temperature_first_;
+  bool filtered_; // as in Sample
   Optional has_;
 };
 

@@ -44,6 +44,14 @@ mx::array param_array(
 
 } // namespace
 
+bool may_filter(const SamplingParams& params) {
+  auto is = [](const Param& p, float off) {
+    auto* value = std::get_if<float>(&p);
+    return value && *value == off;
+  };
+  return !is(params.top_k, 0) || !is(params.top_p, 1) || !is(params.min_p, 0);
+}
+
 std::vector<mx::array> param_arrays(
     const char* op,
     const SamplingParams& params,

@@ -8,6 +8,9 @@
 
 namespace mlx_mtp {
 
+// Whether params filter, or may filter because their values are not known yet.
+bool may_filter(const SamplingParams& params);
+
 // temperature, top_k, top_p and min_p as float32 arrays of shape () or
 // (batch,). Scalars are checked here. An array value out of its range makes the
 // rows that use it unusable.

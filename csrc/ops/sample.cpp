@@ -50,7 +50,7 @@ std::pair<mx::array, mx::array> sample(
       {rows, with_last(rows, 3)},
       {mx::int32, mx::float32},
       std::make_shared<Sample>(
-          s, params.temperature_first, allowed.has_value()),
+          s, params.temperature_first, may_filter(params), allowed.has_value()),
       inputs);
   return {outputs[0], outputs[1]};
 }
@@ -58,7 +58,7 @@ std::pair<mx::array, mx::array> sample(
 bool Sample::is_equivalent(const mx::Primitive& other) const {
   auto& o = static_cast<const Sample&>(other);
   return temperature_first_ == o.temperature_first_ &&
-      has_allowed_ == o.has_allowed_;
+      filtered_ == o.filtered_ && has_allowed_ == o.has_allowed_;
 }
 
 std::vector<mx::Shape> Sample::output_shapes(

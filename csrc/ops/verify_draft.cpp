@@ -8,15 +8,6 @@ namespace {
 
 constexpr const char* op = "verify_draft";
 
-// Whether params filter, or may filter because their values are not known yet.
-bool may_filter(const SamplingParams& params) {
-  auto is = [](const Param& p, float off) {
-    auto* value = std::get_if<float>(&p);
-    return value && *value == off;
-  };
-  return !is(params.top_k, 0) || !is(params.top_p, 1) || !is(params.min_p, 0);
-}
-
 void check_draft(
     const std::optional<mx::array>& draft_logits,
     const std::optional<mx::array>& draft_stats,
@@ -114,14 +105,16 @@ std::tuple<mx::array, mx::array, mx::array> verify_draft(
   auto outputs = mx::array::make_arrays(
       {{B, K + 1}, {B}, {B, K + 1}},
       {mx::int32, mx::int32, mx::float32},
-      std::make_shared<VerifyDraft>(s, params.temperature_first, has),
+      std::make_shared<VerifyDraft>(
+          s, params.temperature_first, may_filter(params), has),
       inputs);
   return {outputs[0], outputs[1], outputs[2]};
 }
 
 bool VerifyDraft::is_equivalent(const mx::Primitive& other) const {
   auto& o = static_cast<const VerifyDraft&>(other);
-  return temperature_first_ == o.temperature_first_ && has_ == o.has_;
+  return temperature_first_ == o.temperature_first_ &&
+      filtered_ == o.filtered_ && has_ == o.has_;
 }
 
 std::vector<mx::Shape> VerifyDraft::output_shapes(

