@@ -16,7 +16,7 @@ PACKAGE = Path(mlx_mtp.__file__).parent
 
 # A module may import what stands on a line above its own, and its own subpackage.
 LAYERS = [
-    {"_build", "_ext", "blas", "reasoning"},
+    {"_build", "_ext", "blas", "reasoning", "reference"},
     {"ops"},
     {"sampling", "telemetry", "state", "adaptive", "memory", "grammar"},
     {"drafters", "targets"},
