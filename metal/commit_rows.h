@@ -14,8 +14,8 @@ kernel void commit_rows(
     constant CommitRowsParams& params [[buffer(4)]],
     uint3 position [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
-    uint threads [[threads_per_threadgroup]]) {
-  long index = long(position.x) * threads + thread_index;
+    uint3 threads [[threads_per_threadgroup]]) {
+  long index = long(position.x) * threads.x + thread_index;
   int h = int(position.y);
   int b = int(position.z);
   int slots = params.ring > 0 ? params.ring : params.slots;

@@ -6,8 +6,8 @@
 #include "prelude.h"
 
 // More than any sum of weights: a draw at this threshold takes the last id.
-constant ulong TAKE_LAST = ~0ul;
-constant ulong ONE = 1ul << 60;
+constant constexpr ulong TAKE_LAST = ~0ul;
+constant constexpr ulong ONE = 1ul << 60;
 
 METAL_FUNC ulong fixed_point(float p) {
   return ulong(p * 1152921504606846976.0f);

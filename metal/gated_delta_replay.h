@@ -20,9 +20,9 @@ kernel void gated_delta_replay(
     constant GatedDeltaReplayParams& params [[buffer(9)]],
     uint3 position [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
-    uint threads [[threads_per_threadgroup]]) {
+    uint3 threads [[threads_per_threadgroup]]) {
   constexpr int N = KEY_DIM / 32;
-  Team team = make_team(thread_index, threads);
+  Team team = make_team(thread_index, threads.x);
   int h = int(position.y);
   int b = int(position.z);
   int row = int(position.x * team.simdgroups + team.simdgroup);

@@ -8,7 +8,7 @@
 #define TG_ARRAY(T, name, N) threadgroup T name[N]
 // clang-format off
 #define instantiate_kernel(name, func, ...) \
-  template [[host_name(name)]] [[kernel]]   \
+  template [[host_name(name)]] kernel       \
       decltype(func<__VA_ARGS__>) func<__VA_ARGS__>; // clang-format on
 #endif
 

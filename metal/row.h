@@ -4,11 +4,11 @@
 #include "params.h"
 #include "prelude.h"
 
-constant float LOWEST = -3.402823466e+38f;
-constant int NO_ID = 2147483647;
+constant constexpr float LOWEST = -3.402823466e+38f;
+constant constexpr int NO_ID = 2147483647;
 
 // A simdgroup reads 256 logits at once, 8 a lane.
-constant int GROUP = 256;
+constant constexpr int GROUP = 256;
 
 template <typename T>
 struct Row {

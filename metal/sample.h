@@ -27,9 +27,9 @@ kernel void sample_partials(
     device Partial* partials [[buffer(7)]],
     device float* maxima [[buffer(8)]],
     constant SampleParams& params [[buffer(11)]],
-    uint2 position [[threadgroup_position_in_grid]],
+    uint3 position [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
-    uint threads [[threads_per_threadgroup]]) {
+    uint3 threads [[threads_per_threadgroup]]) {
   TG_ARRAY(Partial, scratch, 32);
   uint r = position.x;
   int chunk = int(position.y);
@@ -45,7 +45,7 @@ kernel void sample_partials(
       maxima + long(r) * params.groups,
       partials + long(r) * params.chunks + chunk,
       scratch,
-      make_team(thread_index, threads));
+      make_team(thread_index, threads.x));
 }
 
 METAL_FUNC void write_stats(Density d, device float* stats) {
@@ -102,7 +102,7 @@ kernel void sample_draw(
   Density d = make_density(whole, inv_t, -INFINITY);
   if (params.filtered != 0) {
     Maxima groups = {maxima, params.groups};
-    d = filter(row, groups, whole, sampling, histogram, sums, team);
+    d = apply_filters(row, groups, whole, sampling, histogram, sums, team);
   }
   int token = -1;
   if (d.usable != 0 && d.point >= 0) {

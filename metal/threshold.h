@@ -8,7 +8,7 @@
 #include "density.h"
 #include "fixed_point.h"
 
-constant int BINS = 256;
+constant constexpr int BINS = 256;
 
 // Low bits of a float that a value of this type never uses.
 METAL_FUNC uint spare_bits(float) {
@@ -370,7 +370,7 @@ METAL_FUNC float find_top_p(
 // Adds the filters to a density, see SamplingParams. The whole threadgroup
 // takes part.
 template <typename T>
-METAL_FUNC Density filter(
+METAL_FUNC Density apply_filters(
     Row<T> row,
     Maxima maxima,
     Partial sums_of_row,

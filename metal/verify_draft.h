@@ -116,9 +116,9 @@ kernel void verify_draft_partials(
     device Partial* partials [[buffer(12)]],
     device float* maxima [[buffer(13)]],
     constant VerifyDraftParams& params [[buffer(20)]],
-    uint2 position [[threadgroup_position_in_grid]],
+    uint3 position [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
-    uint threads [[threads_per_threadgroup]]) {
+    uint3 threads [[threads_per_threadgroup]]) {
   TG_ARRAY(Partial, scratch, 32);
   int rows = params.drafts + 1;
   int r = int(position.x);
@@ -149,7 +149,7 @@ kernel void verify_draft_partials(
       maxima + long(r) * params.groups,
       partials + long(r) * params.chunks + int(position.y),
       scratch,
-      make_team(thread_index, threads));
+      make_team(thread_index, threads.x));
 }
 
 template <typename T>
@@ -188,7 +188,7 @@ kernel void verify_draft_threshold(
       finite_inverse(inverse_temperature(sampling.temperature)),
       team.lane);
   Maxima groups = {maxima + long(r) * params.groups, params.groups};
-  Density d = filter(
+  Density d = apply_filters(
       target_row(target_logits, allowed, params, b, i),
       groups,
       whole,
@@ -379,12 +379,12 @@ kernel void verify_draft_residual(
     device Decision* decisions [[buffer(16)]],
     device float* logprobs [[buffer(19)]],
     constant VerifyDraftParams& params [[buffer(20)]],
-    uint2 position [[threadgroup_position_in_grid]],
+    uint3 position [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
-    uint threads [[threads_per_threadgroup]]) {
+    uint3 threads [[threads_per_threadgroup]]) {
   TG_ARRAY(Decision, rows, 32);
   TG_ARRAY(ulong, sums, 32);
-  Team team = make_team(thread_index, threads);
+  Team team = make_team(thread_index, threads.x);
   int chunk = int(position.x);
   int b = int(position.y);
   VerifyInputs<T> in = {

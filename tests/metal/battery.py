@@ -45,6 +45,14 @@ def edges(machine, seed):
     u = np.array([[0, 0], [0.5, 0], [1, 1], [0.25, 0]], np.float32)
     for params in ({}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 1}):
         yield emulated.sample(x, u, **params)
+    # The same in one simdgroup and in one lane's share of the chunks, and a uniform
+    # that is exactly a border.
+    u = np.array([[1, 1], [0.5, 0], [0.25, 0], [0, 0]], np.float32)
+    long = np.full((4, 17000), -np.inf, np.float32)
+    long[:, :512] = 0
+    yield Host(machine, 1024, 32, seed).sample(long[:, :1000].copy(), u)
+    yield emulated.sample(long, u)
+    u = np.array([[0, 0], [0.5, 0], [1, 1], [0.25, 0]], np.float32)
     lengths = np.array([0, 1, -1, 2], np.int32)
     tokens = np.array([[3], [299], [3], [3]], np.int32)
     rows = x[:, None].repeat(2, 1)

@@ -52,8 +52,14 @@ WRONG = {
     "uninitialised": BODY % "float x; if (n > 0) { x = 1.0f; } a[i] = x;",
     "bare math": BODY % "a[i] = exp(a[i]);",
     "no METAL_FUNC": HEAD + "float f(float x) { return x; }\n",
-    "not ASCII": HEAD + "constant float \u03b1 = 1.0f;\n",
-    "function constant": HEAD + "constant bool b [[function_constant(0)]];\n",
+    "positions of different shapes": KERNEL
+    % ("uint2 a [[threadgroup_position_in_grid]], uint n [[threads_per_grid]]", ""),
+    "name of a Metal type": HEAD
+    + "METAL_FUNC float filter(float x) { return x; }\n"
+    + KERNEL % (f"device float* a [[buffer(0)]], {INDEX}", "a[i] = filter(a[i]);"),
+    "constant without constexpr": HEAD + "constant int n = 3;\n",
+    "not ASCII": HEAD + "constant constexpr float \u03b1 = 1.0f;\n",
+    "function constant": HEAD + "constant constexpr bool b [[function_constant(0)]];\n",
 }
 
 

@@ -54,6 +54,9 @@ FORBIDDEN = {
     "math without metal::": r"(?<![\w:])"
     r"(?:exp|log|exp2|log2|sqrt|floor|ceil|max|min|clamp|fma)\s*\(",
     "function constant": r"function_constant",
+    "function named like a type of Metal": r"(?<![\w.:])"
+    r"(?:filter|sampler|address|coord|access|component)\s*\(",
+    "constant that is not constexpr": r"^constant (?!constexpr )",
     "pointer or reference without address space": r"(?<!device )(?<!threadgroup )"
     r"(?<!thread )(?<!constant )(?<!const )"
     r"\b(?:float|half|bfloat|u?int|ulong|ushort|uchar|[A-Z]\w*)"
@@ -75,6 +78,11 @@ def lint(text):
                 found.append("kernel argument without attribute")
             elif "buffer(" in argument and not re.search("device|constant", argument):
                 found.append("buffer without address space")
+        shapes = re.findall(
+            r"(\w+) \w+ \[\[thread\w*_(?:in_grid|per_\w+)\]\]", arguments
+        )
+        if len(set(shapes)) > 1:
+            found.append("positions and sizes of different shapes")
     depth = 0
     for line in body.splitlines():
         if "TG_ARRAY(" in line and depth > 1 and "#define" not in line:
