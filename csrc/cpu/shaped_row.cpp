@@ -12,6 +12,8 @@ namespace mlx_mtp::cpu {
 namespace {
 
 constexpr float inf = std::numeric_limits<float>::infinity();
+// Sorted in less time than a histogram is cleared.
+constexpr int small_row = 128;
 
 } // namespace
 
@@ -124,6 +126,10 @@ float ShapedRow::threshold(const RowParams& params, float inv_t) {
     t = top_k_threshold(params.top_k);
   }
   if (params.top_p < 1) {
+    if (!has_top_ && row_.size() <= small_row) {
+      gather(-inf);
+      has_top_ = true;
+    }
     Density base = {
         -1, max_, filter_inv_t, params.temperature_first ? t : -inf, 1};
     bool full = base.inv_t == 1 && base.threshold == -inf;
@@ -140,13 +146,15 @@ float ShapedRow::threshold(const RowParams& params, float inv_t) {
 // The k-th largest logit. The k-th largest of the block maxima bounds it from
 // below, and at most k - 1 blocks hold larger ones.
 float ShapedRow::top_k_threshold(int k) {
-  if (k > row_.blocks()) {
+  float bound = -inf;
+  if (k <= row_.blocks()) {
+    top_ = maxima_;
+    std::nth_element(
+        top_.begin(), top_.begin() + k - 1, top_.end(), std::greater<>());
+    bound = top_[k - 1];
+  } else if (row_.size() > small_row) {
     return select(k, -inf, nullptr);
   }
-  top_ = maxima_;
-  std::nth_element(
-      top_.begin(), top_.begin() + k - 1, top_.end(), std::greater<>());
-  float bound = top_[k - 1];
   gather(bound);
   has_top_ = true;
   if (top_.size() < static_cast<size_t>(k)) {
