@@ -11,6 +11,8 @@ namespace mlx_mtp {
 
 namespace {
 
+constexpr int MAX_KEY_DIM = 256;
+
 // The dtype of the kernel: that of k, v and q where it is one.
 mx::Dtype common_dtype(const std::vector<mx::array>& inputs) {
   auto dtype = inputs[1].dtype();
@@ -47,6 +49,13 @@ void set_strides(int (&strides)[3], const mx::array& x) {
 void GatedDeltaReplay::eval_gpu(
     const std::vector<mx::array>& inputs,
     std::vector<mx::array>& outputs) {
+  int Dk = inputs[0].shape(3);
+  if (Dk > MAX_KEY_DIM) {
+    throw std::runtime_error(
+        "[gated_delta_replay] The GPU takes key dims up to " +
+        std::to_string(MAX_KEY_DIM) + " but Dk is " + std::to_string(Dk) +
+        ". Pass stream=mx.cpu.");
+  }
   metal::Encoder encoder(stream());
   bool has_q = outputs.size() == 2;
   auto state = start_state(encoder, inputs[0], outputs[0]);
@@ -71,7 +80,7 @@ void GatedDeltaReplay::eval_gpu(
   params.steps = v.shape(1);
   params.key_heads = k.shape(2);
   params.value_heads = v.shape(2);
-  params.key_dim = k.shape(3);
+  params.key_dim = Dk;
   params.value_dim = v.shape(3);
   params.has_q = has_q;
   params.steps_stride = metal::stride(steps, 0);

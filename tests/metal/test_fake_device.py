@@ -189,6 +189,15 @@ def test_the_embedded_vocabulary_of_a_large_model(fake):
         agree(got, ops.verify_draft(*args, **u, draft_params=None, **filters))
 
 
+def test_refuses_more_key_dims_than_the_kernel_has_registers_for(fake):
+    k, one = mx.zeros((1, 1, 1, 257)), mx.zeros((1, 1, 1))
+    out = fake.ops.gated_delta_replay(
+        mx.zeros((1, 1, 4, 257)), k, k[..., :4], one, one, mx.array([1])
+    )
+    with pytest.raises(RuntimeError, match="up to 256 but Dk is 257"):
+        mx.eval(out)
+
+
 def cpu_tests(op, extension, library, *options):
     """The tests of the CPU path, in a process where the fake device takes its place."""
     path = os.pathsep.join([str(DEVICE), os.environ.get("PYTHONPATH", "")])
