@@ -12,14 +12,14 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit code: 2 for a bad argument or model."""
     # Before anything imports MLX.
     blas.load_openblas()
-    from . import doctor, generate, info
+    from . import chat, doctor, generate, info
 
     parser = argparse.ArgumentParser(
         prog="mlx-mtp",
         description="Exact multi-token-prediction speculative decoding for MLX.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (generate, info, doctor):
+    for module in (generate, chat, info, doctor):
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(
             name,

@@ -1,0 +1,101 @@
+"""The chat: piped, on a terminal, and what it refuses."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mlx_mtp.cli import chat, main
+
+COMMAND = [sys.executable, "-m", "mlx_mtp", "chat"]
+
+
+def test_piped_lines_are_answered_as_plain_text():
+    lines = ["What is 57 + 68?", "/think", "", "/reset", "/think", "/x", "/exit", "no"]
+    done = subprocess.run(
+        [*COMMAND, "--system", "Answer briefly."],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    answer, *thought = done.stdout.splitlines()
+    assert "125" in answer and "\x1b" not in done.stdout
+    assert "Result: 125" in thought
+    assert thought[-3:] == [
+        "The conversation is empty.",
+        "There is no thought to show.",
+        chat.HELP,
+    ]
+
+
+class Screen:
+    """A chat on a terminal of its own."""
+
+    def __init__(self):
+        self.fd, inner = pty.openpty()
+        self.process = subprocess.Popen(
+            COMMAND,
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"},
+        )
+        os.close(inner)
+        self.text = ""
+
+    def wait(self, pattern, seconds=60):
+        """Reads until the pattern comes; what came up to there."""
+        end = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.text, re.DOTALL)):
+            left = end - time.monotonic()
+            assert left > 0, f"no {pattern!r} in {self.text!r}"
+            if select.select([self.fd], [], [], left)[0]:
+                self.text += os.read(self.fd, 65536).decode(errors="replace")
+        self.text, text = self.text[found.end() :], self.text[: found.end()]
+        return text
+
+    def say(self, line):
+        os.write(self.fd, line.encode() + b"\r")
+
+
+def test_a_terminal_shows_the_thought_and_folds_it():
+    screen = Screen()
+    try:
+        screen.wait("> ")
+        screen.say("What is 57 + 68?")
+        live = screen.wait("▸ thought of [0-9]+ tokens, /think shows it")
+        assert "column by column" in live and "tokens/s" in live
+        rest = screen.wait("of drafts accepted.*> ")
+        assert "The sum is 125." in rest
+        screen.say("/think")
+        assert "Result: 125" in screen.wait("> ")
+        screen.say("What is 98765 + 43210?")
+        screen.wait("column")
+        screen.process.send_signal(signal.SIGINT)
+        assert "The sum" not in screen.wait("stopped.*> ")
+        screen.say("/exit")
+        assert screen.process.wait(20) == 0
+    finally:
+        screen.process.kill()
+        screen.process.wait()
+        os.close(screen.fd)
+
+
+def test_bad_options_are_one_line_and_code_2(capsys):
+    assert main(["chat", "--thinking-budget", "2000"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "max_tokens must be at least" in error
+
+
+def test_without_rich_the_command_to_install_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(ImportError, match=r"pip install 'mlx-mtp\[chat\]'"):
+        chat.Terminal()
