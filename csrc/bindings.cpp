@@ -28,8 +28,22 @@ bool temperature_first(const std::string& op, const std::string& order) {
 // draft_params: a dict with the names of the keyword arguments.
 SamplingParams params_from(const std::string& op, const nb::dict& dict) {
   SamplingParams params;
+  auto type_error = [&](nb::handle key) {
+    auto text = "[" + op +
+        "] draft_params has a key or value of a wrong type: " +
+        nb::cast<std::string>(nb::repr(key)) + ".";
+    return nb::type_error(text.c_str());
+  };
   for (auto [key, value] : dict) {
-    auto name = nb::cast<std::string>(key);
+    std::string name;
+    if (!nb::try_cast(key, name)) {
+      throw type_error(key);
+    }
+    bool is_param = nb::isinstance<nb::float_>(value) ||
+        nb::isinstance<nb::int_>(value) || nb::isinstance<mx::array>(value);
+    if (name != "filter_order" && !is_param) {
+      throw type_error(key);
+    }
     if (name == "temperature") {
       params.temperature = nb::cast<Param>(value);
     } else if (name == "top_k") {

@@ -82,6 +82,9 @@ def test_info_names_versions_machine_and_head(capsys):
         (["generate", "-p", "x", "--model", "/"], "config.json"),
         (["generate", "-p", "x", "--depth", "0"], "depth"),
         (["generate", "-p", "x", "--depth", "99"], "depth"),
+        (["generate", "-p", "x", "--depth", "-3", "--no-mtp"], "depth"),
+        (["generate", "-p", "\udcff"], "UTF-8"),
+        (["generate", "-p", "x", "--seed", "-1"], "seed"),
         (["generate", "-p", "x", "--temp", "-1"], "temperature"),
         (["generate", "-p", "x", "--temp", "nan"], "temperature"),
         (["generate", "-p", "x", "--top-k", "-2"], "top_k"),
@@ -114,3 +117,12 @@ def test_openblas_precedes_mlx_when_loaded_first():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     loaded, name, again = done.stdout.split()
     assert (name != "reference") == (loaded == "True") and again == "False"
+
+
+def test_a_closed_pipe_ends_it_silently():
+    command = [sys.executable, "-m", "mlx_mtp", "generate", "--prompt", PROMPT]
+    with subprocess.Popen(command, stdout=-1, stderr=-1) as process:
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.wait(60) == 0
+        assert process.stderr.read() == b""

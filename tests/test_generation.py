@@ -194,6 +194,10 @@ def test_generate_returns_the_text(demo, prompt, capsys):
         ({"max_tokens": 0}, ValueError),
         ({"prefill_step_size": 0}, ValueError),
         ({"colour": "red"}, TypeError),
+        ({"mtp": 1.5}, ValueError),
+        ({"mtp": NGramDrafter}, ValueError),
+        ({"seed": -1}, ValueError),
+        ({"max_tokens": 2.5}, ValueError),
     ],
 )
 def test_bad_arguments_are_refused(demo, prompt, kwargs, error):
@@ -205,3 +209,83 @@ def test_bad_arguments_are_refused(demo, prompt, kwargs, error):
 def test_bad_prompts_are_refused(demo, bad):
     with pytest.raises((ValueError, TypeError)):
         list(mlx_mtp.stream_generate(*demo, bad, mtp=2))
+
+
+class Counter:
+    """Counts the generated tokens that it has seen."""
+
+    def __init__(self, prompt):
+        self.prompt, self.seen = len(prompt), 0
+
+    def __call__(self, tokens, logits):
+        self.seen = len(tokens) - self.prompt
+        return logits
+
+
+class CounterAhead(Counter):
+    def checkpoint(self):
+        return self.seen
+
+    def restore(self, mark):
+        self.seen = mark
+
+
+@pytest.mark.parametrize("kind", [Counter, CounterAhead])
+@pytest.mark.parametrize("max_tokens", [3, 200])
+def test_processors_see_nothing_behind_the_end(demo, prompt, kind, max_tokens):
+    counter = kind(prompt)
+    emitted = tokens(
+        demo, prompt, mtp=5, max_tokens=max_tokens, logits_processors=[counter]
+    )
+    assert counter.seen == len(emitted) - 1
+
+
+@pytest.mark.parametrize("shaped", [lambda t, row: row[:, :10], lambda t, row: None])
+def test_processors_must_keep_the_shape(demo, prompt, shaped):
+    with pytest.raises(ValueError, match=r"shape \(1, 4096\)"):
+        tokens(demo, prompt, mtp=2, logits_processors=[shaped])
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"mtp": None, "sampler": make_sampler(4.0)},
+        {"mtp": 3, "max_kv_size": 64, "sampler": make_sampler(4.0)},
+        {"mtp": 3, "sampler": mlx_lm_sampler(4.0)},
+        {"mtp": 3, "sampler": make_sampler(4.0)},
+    ],
+)
+def test_a_seed_fixes_every_kind_of_stream(demo, prompt, kwargs):
+    streams = [
+        tokens(demo, prompt, max_tokens=12, seed=seed, **kwargs) for seed in (1, 1, 2)
+    ]
+    assert streams[0] == streams[1] != streams[2]
+
+
+def test_a_cache_of_an_open_stream_is_refused(demo, prompt):
+    model, _ = demo
+    cache = make_prompt_cache(model)
+    stream = mlx_mtp.stream_generate(*demo, prompt, mtp=3, prompt_cache=cache)
+    next(stream)
+    with pytest.raises(ValueError, match="still open"):
+        tokens(demo, prompt, mtp=3, prompt_cache=cache)
+    stream.close()
+    assert len(tokens(demo, prompt[:5], mtp=3, prompt_cache=cache, max_tokens=4)) == 4
+
+
+def test_equal_ngram_drafters_share_a_decoder(demo, prompt):
+    model, _ = demo
+    tokens(demo, prompt, mtp=NGramDrafter(2), max_tokens=2)
+    before = len(model.mtp_decoders.made)
+    tokens(demo, prompt, mtp=NGramDrafter(2), max_tokens=2)
+    assert len(model.mtp_decoders.made) == before
+
+
+def test_make_sampler_refuses_what_mlx_lms_does_not_know():
+    with pytest.raises(TypeError):
+        make_sampler(temperature=0.7)
+    assert make_sampler(0.7, top_k=-1).params.top_k == 0
+    assert not hasattr(make_sampler(0.7, 0.95, 0.0, 1, 0, 0.5, 0.1), "params")
+    for bad in ({"temp": 1e39}, {"temp": 1.0, "top_k": 2**40}):
+        with pytest.raises(ValueError):
+            make_sampler(**bad)

@@ -13,6 +13,8 @@ _HOME = {
     "make_sampler": ".generation",
     "Session": ".session",
     "speculative_step": ".speculative",
+    "SpeculativeDecoder": ".speculative",
+    "as_target": ".targets",
     "SamplingParams": ".sampling",
     "Telemetry": ".telemetry",
     "MTPHeadDrafter": ".drafters",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Literal
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .drafters import Drafter, MTPHeadDrafter
 from .ops import sample
 from .reasoning import ThinkingBudget
-from .sampling import SamplingParams
+from .sampling import SamplingParams, check_seed
 from .speculative import SpeculativeDecoder, SpeculativeIterator
 from .state import UnsupportedCache
 from .targets import as_target
@@ -81,7 +82,9 @@ def make_sampler(
     min_p: float = 0.0,
     min_tokens_to_keep: int = 1,
     top_k: int = 0,
-    **xtc,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    xtc_special_tokens: Sequence[int] = (),
 ):
     """As ``mlx_lm.sample_utils.make_sampler``: filters first, then temperature.
 
@@ -89,14 +92,21 @@ def make_sampler(
     ``min_tokens_to_keep > 1`` it is ``mlx_lm``'s own sampler, whose drafts are
     accepted by comparison.
     """
-    if xtc.get("xtc_probability", 0.0) > 0 or (min_p and min_tokens_to_keep > 1):
+    if xtc_probability > 0 or (min_p and min_tokens_to_keep > 1):
         return mlx_lm.sample_utils.make_sampler(
-            temp, top_p, min_p, min_tokens_to_keep, top_k, **xtc
+            temp,
+            top_p,
+            min_p,
+            min_tokens_to_keep,
+            top_k,
+            xtc_probability,
+            xtc_threshold,
+            list(xtc_special_tokens),
         )
     return Sampler(
         SamplingParams(
             temperature=temp,
-            top_k=top_k,
+            top_k=max(top_k, 0),
             top_p=top_p if 0 < top_p < 1 else 1.0,
             min_p=min_p,
             filter_order="temperature_last",
@@ -126,7 +136,8 @@ def stream_generate(
         mtp: ``None`` is ``mlx_lm`` itself; ``"auto"`` uses the model's MTP head if it
             has one; an int is the depth for that head; a ``Drafter`` drafts at depth
             ``num_draft_tokens``; a ``SpeculativeDecoder`` is used as it is.
-        seed (int, optional): Fixes the stream.
+        seed (int, optional): Fixes the stream. Where ``mlx_lm`` or a sampler of its
+            own draws, it sets MLX's global random state.
         thinking_budget (int or ThinkingBudget, optional): Ends thoughts after so many
             tokens, in every mode. An int is that limit for the thoughts of this model,
             with one token of ``max_tokens`` kept for the answer; a ``ThinkingBudget``
@@ -157,6 +168,10 @@ def stream_generate(
     budget = _budget(model, tokenizer, prompt, thinking_budget, max_tokens)
     if budget is not None and draft_model is not None:
         raise ValueError("thinking_budget does not work with draft_model.")
+    check_seed(seed)
+    sampler = kwargs.get("sampler")
+    if seed is not None and (mtp is None or "sampler" in drawing(sampler)):
+        mx.random.seed(seed)
     plain = {"draft_model": draft_model, "stream": stream, **kwargs}
     if budget is not None:
         processors = kwargs.get("logits_processors") or ()
@@ -169,6 +184,8 @@ def stream_generate(
         telemetry = None
         if mtp is not None:
             telemetry = Telemetry(fallback=reason or "the model has no MTP head")
+            if seed is not None:
+                mx.random.seed(seed)
         yield from _plain(model, tokenizer, prompt, max_tokens, telemetry, plain)
         return
     if reason is None:
@@ -177,6 +194,8 @@ def stream_generate(
         except UnsupportedCache as error:
             reason = str(error)
     if reason is not None:
+        if seed is not None:
+            mx.random.seed(seed)
         telemetry = Telemetry(fallback=reason)
         yield from _plain(model, tokenizer, prompt, max_tokens, telemetry, plain)
         return
@@ -237,7 +256,10 @@ def find_decoder(model, mtp: MTP, depth: int) -> SpeculativeDecoder | None:
     """The decoder that ``mtp`` asks for; None if "auto" finds no head."""
     if isinstance(mtp, SpeculativeDecoder):
         return mtp
-    if isinstance(mtp, bool) or (isinstance(mtp, str) and mtp != "auto"):
+    depth_given = isinstance(mtp, Integral) and not isinstance(mtp, bool)
+    if not (mtp == "auto" or depth_given or hasattr(mtp, "propose")) or (
+        isinstance(mtp, type)
+    ):
         raise ValueError(
             f"mtp must be None, 'auto', a depth, a drafter or a decoder but is {mtp!r}."
         )
@@ -248,14 +270,14 @@ def find_decoder(model, mtp: MTP, depth: int) -> SpeculativeDecoder | None:
     decoders = model.mtp_decoders
     if mtp == "auto":
         return decoders.get(decoders.head, depth)
-    if not isinstance(mtp, int):
+    if not depth_given:
         return decoders.get(mtp, depth)
     if decoders.head is None:
         raise ValueError(
             "mtp is a depth but the model has no MTP head. Load a model that has one "
             "with mlx_mtp.load, or pass a drafter."
         )
-    return decoders.get(decoders.head, mtp)
+    return decoders.get(decoders.head, int(mtp))
 
 
 def _plain_reason(draft_model, kwargs) -> str | None:

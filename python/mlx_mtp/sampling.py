@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 import mlx.core as mx
+
+FLOAT32_MAX = 3.4028234e38
+FLOAT32_TINY = 1.1754944e-38
 
 FilterOrder = Literal["temperature_first", "temperature_last"]
 
@@ -39,14 +42,19 @@ class SamplingParams:
     filter_order: FilterOrder = "temperature_first"
 
     def __post_init__(self):
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+        if not 0 <= self.temperature <= FLOAT32_MAX:
             raise ValueError(
-                f"temperature must be finite and at least 0 but is {self.temperature}."
+                "temperature must be at least 0 and finite in float32 but is "
+                f"{self.temperature}."
             )
-        if int(self.top_k) != self.top_k or self.top_k < 0:
-            raise ValueError(f"top_k must be an integer >= 0 but is {self.top_k}.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1] but is {self.top_p}.")
+        if not 0 <= self.top_k < 2**31 or int(self.top_k) != self.top_k:
+            raise ValueError(
+                f"top_k must be an integer in [0, 2**31) but is {self.top_k}."
+            )
+        if not FLOAT32_TINY <= self.top_p <= 1:
+            raise ValueError(
+                f"top_p must be in (0, 1], in float32, but is {self.top_p}."
+            )
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1] but is {self.min_p}.")
         if self.filter_order not in ("temperature_first", "temperature_last"):
@@ -76,9 +84,17 @@ def stream_key(seed: int | None = None) -> mx.array:
     Without a seed it comes from MLX's global state, so that ``mx.random.seed``
     makes a program reproducible.
     """
+    check_seed(seed)
     if seed is None:
         return mx.random.randint(0, 2**31 - 1, (1, 2)).astype(mx.uint32)
     return mx.random.key(seed)[None]
+
+
+def check_seed(seed: int | None) -> None:
+    """Raises ValueError unless ``seed`` is None or an int in [0, 2**64)."""
+    if seed is None or (isinstance(seed, Integral) and 0 <= seed < 2**64):
+        return
+    raise ValueError(f"seed must be an integer in [0, 2**64) but is {seed!r}.")
 
 
 def split_keys(keys: mx.array) -> tuple[mx.array, mx.array]:

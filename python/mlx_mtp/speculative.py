@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ from .round import Round
 from .sampling import SamplingParams
 from .shaping import Controller, Processor, RowShaper, Sampler
 from .state import classify
-from .stream import Step, Stream, Turn, UnusableLogits
+from .stream import Step, Stream, Turn, UnusableLogits, refuse_taken
 
 __all__ = [
     "Snapshot",
@@ -39,7 +40,9 @@ class SpeculativeDecoder:
     """Speculative decoding of one target by one drafter, at one depth.
 
     It holds the compiled rounds, so make it once and decode many streams with it,
-    from any thread. When a prompt cache comes back for the next turn, so does the
+    from any thread. Weights that are replaced are noticed at the next stream; a
+    weight written in place (``w[:] = x``) or a changed scalar of a layer is not: then
+    make a new decoder. When a prompt cache comes back for the next turn, so does the
     drafter's state; it is dropped with the cache.
 
     Args:
@@ -53,7 +56,7 @@ class SpeculativeDecoder:
     """
 
     def __init__(self, target, drafter, depth: int = 3):
-        if not 1 <= depth <= drafter.max_depth:
+        if int(depth) != depth or not 1 <= depth <= drafter.max_depth:
             raise ValueError(
                 f"depth must be in [1, {drafter.max_depth}] for the {drafter.name} "
                 f"drafter but is {depth}."
@@ -112,9 +115,10 @@ class SpeculativeDecoder:
             UnsupportedCache: A cache cannot be rolled back; nothing was written.
             UnusableLogits: While iterating, the model gave unusable logits.
         """
-        if max_tokens == 0 or max_tokens < -1:
+        if not isinstance(max_tokens, Integral) or max_tokens < -1 or max_tokens == 0:
             raise ValueError(
-                f"max_tokens must be positive, or -1 for no limit, but is {max_tokens}."
+                "max_tokens must be a positive integer, or -1 for no limit, but is "
+                f"{max_tokens}."
             )
         if prefill_step_size < 1:
             raise ValueError(
@@ -132,6 +136,7 @@ class SpeculativeDecoder:
         turns = None if caches is None else self._turns
         caches = self.target.make_cache() if caches is None else caches
         classify(caches, self.target.adapters)
+        refuse_taken(caches)
         greedy = params.greedy or sampler is not None
         stream = Stream(
             self._round(greedy, order, draft_params.filter_order),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import mlx.core as mx
 
@@ -101,6 +101,20 @@ class Turn:
     tokens: mx.array  # (N,), the known ones of them, to the newest
     draft_state: DrafterState | None  # None: lost, or made from the tokens alone
     hidden: mx.array | None  # (1, 1, H), the row of the newest token
+
+
+# Caches that a running stream has taken apart.
+_TAKEN: WeakSet[Any] = WeakSet()
+
+
+def refuse_taken(caches: Sequence[Any]) -> None:
+    """Raises ValueError if a running stream has any of ``caches``."""
+    for i, cache in enumerate(caches):
+        if cache in _TAKEN:
+            raise ValueError(
+                f"Prompt cache entry {i} belongs to a stream that is still open. "
+                "Close that one first."
+            )
 
 
 def bucket(length: int) -> int:
@@ -360,6 +374,7 @@ class Stream:
             self._params,
             self._draft_params,
         )
+        _TAKEN.update(self._caches)
         self._turn, self._state, self._block = None, state, None
         self._length, self._tokens, self._taken = turn.length, turn.tokens, []
         pending = self._settle(_Pending(state, logits, proposal=proposal, fed=0))
@@ -372,6 +387,7 @@ class Stream:
         state, behind = self._state, self._replayable
         steps = block.fed + block.cached
         self._state = self._replayable = None
+        _TAKEN.difference_update(self._caches)
         for i, (adapter, cache) in enumerate(
             zip(self._adapters, self._caches, strict=True)
         ):
@@ -522,7 +538,12 @@ class Stream:
         tokens = [self._tokens[self._earlier :], mx.array(self._taken, mx.int32)]
         history = mx.concatenate(tokens)
         decision = self._shaper.decide(
-            history, pending.logits, drafts, proposal.uniforms, self._free
+            history,
+            pending.logits,
+            drafts,
+            proposal.uniforms,
+            min(self._free, self._max_tokens - self.telemetry.emitted),
+            self._stop_tokens,
         )
         tokens = mx.array([decision.tokens], mx.int32)
         self._state, _ = self._round.commit(

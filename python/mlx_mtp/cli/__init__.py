@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from .. import blas
@@ -10,6 +11,20 @@ from .. import blas
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit code: 2 for a bad argument or model."""
+    try:
+        return _run(argv)
+    except BrokenPipeError:
+        # Nobody reads on; the interpreter must not write to the pipe at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+        print(f"mlx-mtp: error: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(argv: list[str] | None) -> int:
     # Before anything imports MLX.
     blas.load_openblas()
     from . import chat, doctor, generate, info
@@ -29,13 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     args = parser.parse_args(argv)
-    try:
-        return args.run(args) or 0
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        print(f"mlx-mtp: error: {_one_line(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return args.run(args) or 0
 
 
 def _one_line(error: Exception) -> str:

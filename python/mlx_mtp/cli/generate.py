@@ -54,6 +54,7 @@ def _prompt(args, model, tokenizer):
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
         raise ValueError("--prompt must not be empty.")
+    options.check_text(prompt)
     if args.raw or tokenizer.chat_template is None:
         return prompt
     messages = [{"role": "user", "content": prompt}]

@@ -42,8 +42,18 @@ def sampler(args: argparse.Namespace) -> Sampler:
 
 def mtp(args: argparse.Namespace, model):
     """The ``mtp`` argument of ``stream_generate``."""
+    if args.depth < 1:
+        raise ValueError(f"--depth must be at least 1 but is {args.depth}.")
     if args.no_mtp:
         return None
     if args.drafter == "ngram":
         return NGramDrafter()
     return args.depth if getattr(model, "mtp_head", None) else "auto"
+
+
+def check_text(text: str) -> None:
+    """Raises ValueError for what came in as bytes that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("The input must be UTF-8.") from None

@@ -35,6 +35,16 @@ class NGramDrafter:
             )
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
 
+    def __eq__(self, other):
+        return type(other) is NGramDrafter and self._settings == other._settings
+
+    def __hash__(self):
+        return hash(self._settings)
+
+    @property
+    def _settings(self):
+        return self.max_ngram, self.min_ngram
+
     def check(self, target):
         """Fits every target: it reads token ids only."""
 
