@@ -32,11 +32,11 @@ METAL_FUNC float finite_inverse(float inv_t) {
 }
 
 METAL_FUNC Density unusable_density() {
-  return Density{0.0f, 1.0f, -INFINITY, 0.0f, -1, 0, 0.0f, 0.0f};
+  return Density{0.0f, 1.0f, -INFINITY, 0.0f, -1, 0, 0.0f, 0};
 }
 
 METAL_FUNC Density point_density(int id) {
-  return Density{0.0f, INFINITY, -INFINITY, 0.0f, id, 1, 0.0f, 0.0f};
+  return Density{0.0f, INFINITY, -INFINITY, 0.0f, id, 1, 0.0f, 0};
 }
 
 // From the sums of a row over {z >= threshold}.

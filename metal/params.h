@@ -20,7 +20,7 @@ struct Density {
   int point; // the id with all mass, or -1
   int usable; // 0: nothing can be drawn
   float log_sum; // log of the sum of exp(z - ref), without filters
-  float pad;
+  int flawed; // 1: a draft row with NaN or +inf
 };
 
 // Where a sequence stops and what is drawn there.

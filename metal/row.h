@@ -122,7 +122,10 @@ METAL_FUNC Partial merge(Partial a, Eight x, int id, Scaling scaling) {
   Partial b = a;
   bool usable = true;
   for (int i = 0; i < 8; ++i) {
-    usable = usable && !is_unusable(x.z[i]);
+    if (is_unusable(x.z[i])) {
+      usable = false;
+      x.z[i] = -INFINITY;
+    }
     if (x.z[i] > b.max || (x.z[i] == b.max && b.best == NO_ID)) {
       b.max = x.z[i];
       b.best = id + i;

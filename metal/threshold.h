@@ -291,7 +291,8 @@ METAL_FUNC float find_threshold(
   return from_key(low, spare);
 }
 
-// The weight of {z >= t}, in every thread. `sums` has one value a simdgroup.
+// The weight of {z >= t}, in every thread. `sums` has one value a simdgroup. A
+// barrier has to lie between two calls.
 template <typename T>
 METAL_FUNC ulong
 total_weight(Weighted<T> x, float t, threadgroup ulong* sums, Team team) {
@@ -307,7 +308,6 @@ total_weight(Weighted<T> x, float t, threadgroup ulong* sums, Team team) {
     }
   }
   sum = simd_total(sum);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
   if (team.lane == 0) {
     sums[team.simdgroup] = sum;
   }

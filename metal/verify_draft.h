@@ -242,7 +242,14 @@ METAL_FUNC Density draft_density(
       params.chunks,
       finite_inverse(scaling.inv_t),
       lane);
-  return make_density(whole, scaling.inv_t, scaling.floor);
+  // With stats an accepted draft needs nothing of its row but its own logit.
+  bool flawed = whole.best < 0;
+  if (flawed && params.has_draft_stats != 0) {
+    whole.best = 0;
+  }
+  Density d = make_density(whole, scaling.inv_t, scaling.floor);
+  d.flawed = flawed ? 1 : 0;
+  return d;
 }
 
 METAL_FUNC Decision unusable_decision() {
@@ -286,7 +293,8 @@ METAL_FUNC Decision judge(
       // A probability may be too small for a float: what was kept counts.
       float y =
           load1(draft_row(in.draft_logits, in.allowed, params, b, i), token);
-      d.draft.usable = is_kept(d.draft, y) ? 1 : 0;
+      bool usable = is_kept(d.draft, y) && !is_unusable(y);
+      d.draft.usable = usable ? 1 : 0;
       q = probability(d.draft, token, y);
     }
     if (d.draft.usable == 0) {
@@ -294,6 +302,9 @@ METAL_FUNC Decision judge(
     }
     float u = in.uniforms[long(b) * params.uniforms_stride + i];
     accepted = u * metal::min(q, 1.0f) < p;
+    if (!accepted && d.draft.flawed != 0) {
+      return d;
+    }
   }
   d.row = i;
   d.accepted = accepted ? 1 : 0;

@@ -61,6 +61,12 @@ def edges(machine, seed):
         yield emulated.verify_draft(
             rows, tokens, uniforms=u, draft_lengths=lengths, **params
         )
+    # Flagged after drafts that another thread accepted.
+    x = rng.normal(0, 1, (2, 4, 40)).astype(np.float32)
+    x[:, 3, 5] = np.nan
+    u = np.zeros((2, 5), np.float32)
+    few = Host(machine, threads=32, seed=seed)
+    yield few.verify_draft(x, np.full((2, 3), 7), uniforms=u, min_p=1e-9)
     # Logits of both zeros, far apart, and one value alone.
     x = np.array([[-0.0, 0.0, -1, 0], [3e38, -3e38, 5, 3e38], [-80, 2, -90, 1]])
     u = np.full((3, 2), 0.99, np.float32)

@@ -190,6 +190,28 @@ def test_only_rows_up_to_the_first_rejection_count(machine, params):
 
 
 @pytest.mark.parametrize("filtered", [False, True])
+def test_draft_logits_count_where_they_are_used(machine, filtered):
+    """With stats, the row of an accepted draft only counts at the draft."""
+    target = np.zeros((3, 2, 64), np.float32)
+    target[:, 0, 0] = -1
+    draft = np.zeros((3, 1, 64), np.float32)
+    u = np.zeros((3, 2), np.float32)
+    tokens, stats = Host(machine).sample(draft[:, 0].copy(), u)
+    draft[1, 0, 9], draft[2, 0, 63] = np.nan, np.inf
+    known = {"draft_stats": stats[:, None], "filtered": filtered}
+    for coin, flags in [(0.9, [0, -1, -1]), (0.0, [1, 1, 1])]:
+        u = np.array([[coin, 0.5, 0.0]] * 3, np.float32)
+        got = Host(machine).verify_draft(
+            target, tokens[:, None], draft, uniforms=u, **known
+        )
+        assert got[1].tolist() == flags
+    got = Host(machine).verify_draft(
+        target, tokens[:, None], draft, uniforms=u, filtered=filtered
+    )
+    assert got[1].tolist() == [1, -1, -1]
+
+
+@pytest.mark.parametrize("filtered", [False, True])
 def test_bad_input_flags_its_own_sequence(machine, filtered):
     V = 5
     row = np.log([0.1, 0.2, 0.3, 0.2, 0.2]).astype(np.float32)
