@@ -198,7 +198,7 @@ def test_refuses_more_key_dims_than_the_kernel_has_registers_for(fake):
         mx.eval(out)
 
 
-def cpu_tests(op, extension, library, *options):
+def cpu_tests(op, extension, library, *options, timeout=None):
     """The tests of the CPU path, in a process where the fake device takes its place."""
     path = os.pathsep.join([str(DEVICE), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
@@ -214,6 +214,7 @@ def cpu_tests(op, extension, library, *options):
         env={**os.environ, "PYTHONPATH": path, "MALLOC_PERTURB_": "165"},
         capture_output=True,
         text=True,
+        timeout=timeout,
     )
 
 
@@ -224,8 +225,12 @@ def test_passes_the_tests_of_the_cpu_path(op, extension, library):
     assert f"kernels: {op}" in done.stdout or f" {op}" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("fault", ["output as input", "swapped inputs"])
 def test_a_wrong_host_fails_or_crashes(fault, op, extension, library):
-    done = cpu_tests(op, extension, library, "--fault", fault)
+    try:
+        done = cpu_tests(op, extension, library, "--fault", fault, timeout=60)
+    except subprocess.TimeoutExpired:
+        return  # it may also hang
     assert "1 failed" in done.stdout or done.returncode < 0, done.stdout
