@@ -130,7 +130,7 @@ class Bench:
         from mlx_mtp.reasoning import Transition, Vocabulary
         from mlx_mtp.thinking import make_budget
 
-        text = "\nTime is up, so I stop here and answer with what I have found until now.\n"
+        text = "\nTime is up, so I stop here and answer with all that I have found.\n"
         vocabulary = Vocabulary.from_tokenizer(self.tokenizer)
         prompt = self._prompt("What is 3757 + 4868?")
         calls, sizes = [], []
