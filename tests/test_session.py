@@ -2,8 +2,10 @@
 
 import json
 import random
+import re
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -687,6 +689,14 @@ def test_calls_of_a_protocol_without_grammar_can_only_be_asked_for(demo):
     session = make(demo, tools=TOOLS, reasoning=family("glm"))
     with pytest.raises(UnsupportedToolProtocol):
         session.stream("Hi", tool_choice="required")
+
+
+def test_the_examples_of_the_page_run(capsys):
+    page = Path(__file__).parents[1] / "docs" / "session.md"
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    assert code.count("assert") == 4
+    exec(compile(code, str(page), "exec"), {})
+    assert "Result: 125" in capsys.readouterr().out
 
 
 def test_events_are_those_of_the_reasoning_package(demo):
