@@ -6,6 +6,7 @@ import sys
 import mlx.core as mx
 import pytest
 
+import mlx_mtp
 from mlx_mtp.grammar import (
     FORMATS,
     GrammarError,
@@ -149,6 +150,15 @@ def test_no_control_token_stands_inside_of_a_string(vocabulary, tokens_of):
     inside = after(constraint, tokens_of, start)
     assert len(inside) > 3000
     assert inside.isdisjoint(vocabulary.controls.values())
+
+
+def test_added_tokens_of_any_shape_are_no_text():
+    _, tokenizer = mlx_mtp.load("demo")
+    tokenizer._tokenizer.add_tokens(["[CALL]"])
+    constraint = answer_constraint({"type": "string"})
+    start = tokenizer.encode('"a')
+    inside = after(constraint, load_vocabulary(tokenizer), start, 4097)
+    assert len(inside) > 3000 and 4096 not in inside
 
 
 def test_only_an_end_token_or_another_call_follows(vocabulary, tokens_of, demo):

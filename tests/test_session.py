@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models import llama
 from tiny import tiny_llama
@@ -100,6 +101,8 @@ def conversation(session, *turns):
         assert reply.usage.completion_tokens == usage.completion_tokens
         assert reply.usage.reasoning_tokens == usage.reasoning_tokens
         assert usage.cached_tokens == 0
+        offsets = {getattr(c, "offset", None) for c in session._caches}
+        assert offsets <= {None, len(session._cached)}
         session.calls += len(reply.tool_calls)
         replies.append(reply)
     return replies
@@ -149,6 +152,26 @@ def test_without_thoughts_everything_is_kept(demo):
     second = session.respond("What is 1 + 2?").usage
     assert second.cached_tokens == first.prompt_tokens + first.completion_tokens
     conversation(session, ("Hello!", {}))
+
+
+def test_caches_that_went_back_hold_the_same_numbers(demo):
+    for mtp in ("auto", None):
+        session, fresh = make(demo, mtp), make(demo, mtp)
+        session.respond(QUESTION)
+        fresh.messages = list(session.messages)
+        for s in (session, fresh):
+            s.respond("What is 1 + 2?", max_tokens=5)
+        assert session.usage.cached_tokens > fresh.usage.cached_tokens == 0
+        assert session._cached == fresh._cached
+        size = len(session._cached)
+        for a, b in zip(session._caches, fresh._caches, strict=True):
+            if hasattr(a, "offset"):
+                assert a.offset == b.offset == size
+                a, b = ([x.keys[:, :, :size], x.values[:, :, :size]] for x in (a, b))
+            else:
+                a, b = a.cache, b.cache
+            for x, y in zip(a, b, strict=True):
+                np.testing.assert_allclose(x, y, atol=2e-4)
 
 
 def test_the_drafters_state_comes_back_with_the_caches(demo):
@@ -282,7 +305,11 @@ def test_a_call_its_result_and_the_next_question(demo, mtp, options):
     assert asked.text == "" and not asked.rejected
     assert bool(asked.reasoning) == options.get("thinking", True)
     session.add_tool_result(asked.tool_calls[0], 1776)
-    answer, _ = conversation(session, (None, {}), ("Hello!", {"max_tokens": 20}))
+    answer, last = conversation(session, (None, {}), ("Hello!", {"max_tokens": 20}))
+    # The thought behind the question is dropped; without one the result stays too.
+    kept = session.messages[: 1 if asked.reasoning else 3]
+    shown = demo[1].apply_chat_template(kept, tools=TOOLS)
+    assert last.usage.cached_tokens == len(shown)
     assert "1776" in answer.text
     if "thinking_budget" not in options and "thinking" not in options:
         # The thought of this question is shown again: nothing is fed twice.
@@ -352,6 +379,14 @@ def test_case_20_json_behind_a_thought_cut_at_every_offset(demo, plain_sums, mtp
     assert [sums(session, options) for options in CUTS] == plain_sums
 
 
+def test_what_follows_a_cut_thought_is_written_once(demo):
+    """Qwen3's own transition ends with two newlines, and so does the lead."""
+    session = make(demo, reasoning="qwen3")
+    sums(session, {"thinking_budget": 3})
+    text = demo[1].decode(session._cached)
+    assert text.count("</think>\n\n{") == 1 and "now.\n</think>" in text
+
+
 def test_json_behind_a_thought_that_ends_by_itself(demo):
     reply = make(demo).respond(QUESTION, response_format=SUM)
     assert "Result: 125" in reply.reasoning and json.loads(reply.text)
@@ -385,7 +420,7 @@ class ScriptLoop:
     """Emits scripts in turn, and keeps the prompts that it was given."""
 
     def __init__(self, *scripts):
-        self.scripts, self.prompts = list(scripts), []
+        self.scripts, self.prompts, self.seeds = list(scripts), [], []
 
     def make_cache(self):
         return [object()]
@@ -401,6 +436,7 @@ class ScriptLoop:
 
     def stream(self, prompt, caches, *, max_tokens, **options):
         self.prompts.append(list(prompt))
+        self.seeds.append(options["seed"])
         for token in self.scripts.pop(0)[:max_tokens]:
             yield Step(token, False, None)
 
@@ -466,6 +502,22 @@ def test_a_thought_that_never_ends_makes_no_call(demo):
         assert reply.reasoning.startswith("hm")
 
 
+def test_the_limit_holds_over_both_phases(demo):
+    size = len(make(demo)._vocabulary.encode("need data\n</think>"))
+    for limit in range(size, size + 14):
+        session = scripted(demo, "need data\n</think>", "x" * 99, max_tokens=limit)
+        reply = session.respond("x", tool_choice="required")
+        assert reply.finish_reason == "length"
+        assert size <= reply.usage.completion_tokens <= limit
+        assert reply.reasoning == "need data"
+
+
+def test_streams_of_one_turn_draw_independently(demo):
+    session = scripted(demo, "a\n</think>", JSON[8:] + "<|im_end|>")
+    session.respond("x", tool_choice="required", seed=7)
+    assert session._loop.seeds == [7, 8]
+
+
 def test_a_family_that_opens_its_thoughts_itself_gets_one_opened(demo):
     """Qwen3's prompts end in front of <think>."""
     model, tokenizer = mlx_mtp.load("demo")
@@ -514,9 +566,10 @@ def test_cancel_from_another_thread_and_in_the_prompt(demo):
     feed = session._loop.feed
 
     def slow_feed(tokens, caches, *, progress):
+        feed(tokens[:3], caches, progress=progress)
         started.set()
         cancelled.wait(20)
-        feed(tokens, caches, progress=progress)
+        feed(tokens[3:], caches, progress=progress)
 
     session._loop.feed = slow_feed
     cancelled = threading.Event()
@@ -546,6 +599,21 @@ def test_a_closed_iterator_keeps_what_came(demo):
         stream.close()
         assert session.reply.finish_reason == "cancelled"
         assert session.messages[-1]["content"] == session.reply.text
+    conversation(session, ("What is 12 * 3?", {}))
+
+
+def test_a_prompt_that_fails_halfway_leaves_no_trace(demo):
+    session = make(demo)
+    feed = session._loop.feed
+
+    def failing(tokens, caches, *, progress):
+        feed(tokens[:3], caches, progress=progress)
+        raise ZeroDivisionError
+
+    session._loop.feed = failing
+    with pytest.raises(ZeroDivisionError):
+        session.respond("What is 12 * 3?")
+    session._loop.feed = feed
     conversation(session, ("What is 12 * 3?", {}))
 
 

@@ -240,9 +240,8 @@ class GrammarProcessor:
         if self._start is None:
             self._start = tokens.size
         new = tokens[self._start + self._read :].tolist()
-        fits = self._read == self._taken
         self._read += len(new)
-        if fits and new:
+        if new:
             self._taken += self._matcher.try_consume_tokens(new)
         if self._read != self._taken:
             return logits  # behind a draft that does not fit: never used

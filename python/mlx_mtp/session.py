@@ -14,7 +14,7 @@ import json
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlx_lm.generate import generation_stream, wired_limit
@@ -33,7 +33,6 @@ from .reasoning import (
     PROTOCOLS,
     Call,
     ChatTemplate,
-    End,
     Event,
     ReasoningConfig,
     ReasoningEmitter,
@@ -111,8 +110,9 @@ class Reply:
 class Session:
     """A conversation with one model.
 
-    ``messages`` is the conversation so far, in the form of chat templates. ``reply``
-    is the last finished turn and ``usage`` the cost of the last turn, live.
+    ``messages`` is the conversation so far, in the form of chat templates, and may be
+    changed between turns. ``reply`` is the last finished turn and ``usage`` the cost of
+    the last turn, live.
 
     Args:
         model, tokenizer: From ``mlx_mtp.load`` or ``mlx_lm.load``.
@@ -307,6 +307,7 @@ class Session:
             )
 
     def _takes_tools(self) -> bool:
+        """Whether a declared tool shows in the prompt."""
         function = {"name": "f", "description": "", "parameters": {"type": "object"}}
         prompts = [
             self._render([{"role": "user", "content": "Hi"}], tools, {})
@@ -376,10 +377,6 @@ class Session:
             turn.thinks = True
         if budget is None and reserve is None:
             return
-        transition = config.transition or Transition()
-        if constraint is not None:
-            # What follows a thought is written with the constraint's opener.
-            transition = replace(transition, after="")
         turn.budget = make_budget(
             config if config.start else None,
             self._tokenizer,
@@ -388,7 +385,6 @@ class Session:
             vocabulary=self._vocabulary,
             max_tokens=None if turn.limit == -1 else turn.limit - len(turn.written),
             answer_reserve=1 if reserve is None else reserve,
-            transition=transition,
         )
 
     def _plan_constraint(self, turn: _Turn, constraint: Constraint) -> None:
@@ -426,15 +422,14 @@ class Session:
         try:
             rest = self._feed(turn)
             if turn.thinks or turn.grammar is None:
-                rest = rest + turn.written
-                yield from turn.write(turn.written)
-                reason = yield from self._decode(turn, rest, turn.budget, None)
+                reason = yield from self._decode(
+                    turn, rest, turn.written, turn.budget, None
+                )
                 rest = []
             if reason is None:
                 written = self._write_opener(turn)
-                yield from turn.write(written)
                 reason = yield from self._decode(
-                    turn, rest + written, None, turn.grammar
+                    turn, rest, written, None, turn.grammar
                 )
         except _Cancelled:
             self._forget()
@@ -442,6 +437,7 @@ class Session:
         return reason
 
     def _write_opener(self, turn: _Turn) -> list[int]:
+        """What is written for the model between its thought and the grammar."""
         constraint = turn.constraint
         text = constraint.opener
         if turn.emitter.calling:
@@ -453,16 +449,20 @@ class Session:
         return self._vocabulary.encode(text)
 
     def _decode(
-        self, turn: _Turn, prompt: list[int], budget, grammar
+        self, turn: _Turn, prompt: list[int], written: list[int], budget, grammar
     ) -> Iterator[Event]:
-        """Decodes behind the caches; the finish reason, None for an ended thought."""
-        left = turn.left
-        if left == 0:
+        """Decodes behind a prompt and what is written for the model.
+
+        Returns the finish reason, None when a thought has ended.
+        """
+        if 0 <= turn.left <= len(written):
             return "length"
+        yield from turn.write(written)
+        prompt = prompt + written
         steps = self._loop.stream(
             prompt,
             self._caches,
-            max_tokens=left,
+            max_tokens=turn.left,
             controller=budget,
             processors=[] if grammar is None else [grammar],
             stop_tokens=self._tokenizer.eos_token_ids,
@@ -489,7 +489,6 @@ class Session:
         """Ends the turn: its last events, the reply and the message."""
         events = turn.take(turn.emitter.finish(reason))
         end, parts = events[-1], collect(turn.events)
-        assert isinstance(end, End)
         turn.usage.reasoning_tokens = end.reasoning_tokens
         self.reply = Reply(
             parts.response,
