@@ -211,35 +211,6 @@ def test_bad_prompts_are_refused(demo, bad):
         list(mlx_mtp.stream_generate(*demo, bad, mtp=2))
 
 
-class Counter:
-    """Counts the generated tokens that it has seen."""
-
-    def __init__(self, prompt):
-        self.prompt, self.seen = len(prompt), 0
-
-    def __call__(self, tokens, logits):
-        self.seen = len(tokens) - self.prompt
-        return logits
-
-
-class CounterAhead(Counter):
-    def checkpoint(self):
-        return self.seen
-
-    def restore(self, mark):
-        self.seen = mark
-
-
-@pytest.mark.parametrize("kind", [Counter, CounterAhead])
-@pytest.mark.parametrize("max_tokens", [3, 200])
-def test_processors_see_nothing_behind_the_end(demo, prompt, kind, max_tokens):
-    counter = kind(prompt)
-    emitted = tokens(
-        demo, prompt, mtp=5, max_tokens=max_tokens, logits_processors=[counter]
-    )
-    assert counter.seen == len(emitted) - 1
-
-
 @pytest.mark.parametrize("shaped", [lambda t, row: row[:, :10], lambda t, row: None])
 def test_processors_must_keep_the_shape(demo, prompt, shaped):
     with pytest.raises(ValueError, match=r"shape \(1, 4096\)"):

@@ -9,7 +9,7 @@ tokens are accepted, so it sees exactly the emitted tokens, each once and in ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -122,7 +122,6 @@ class RowShaper:
         drafts: Drafts | None,
         coins: mx.array | None,
         free: float,
-        stop_tokens: Collection[int] = (),
     ) -> Decision:
         """The accepted drafts of a block and the token behind them.
 
@@ -131,11 +130,10 @@ class RowShaper:
             logits: ``(1, T, V)``, the target's rows.
             drafts: The block's proposals, ``None`` for a row without any.
             coins: ``(1, K + 2)``; ``None`` when every draw is an argmax.
-            free: How many tokens may come before a forced one or the limit.
-            stop_tokens: The stream ends with the first of these. No processor is left
-                with what lies behind an end.
+            free: The controller's horizon: no processor may see a token behind a
+                forced one.
         """
-        args = history, logits, drafts, coins, free, stop_tokens
+        args = history, logits, drafts, coins, free
         if self.bias is None:
             return self._decide(*args)
         mark, self.bias.ahead = self.bias.checkpoint(), False
@@ -144,16 +142,14 @@ class RowShaper:
         finally:
             self.bias.restore(mark)
 
-    def _decide(self, history, logits, drafts, coins, free, stop_tokens) -> Decision:
+    def _decide(self, history, logits, drafts, coins, free) -> Decision:
         depth = 0 if drafts is None else drafts.tokens.shape[1]
         if depth and drafts.lengths is not None:
             depth = drafts.lengths.item()
         if self.always:
             depth = int(min(depth, max(free - 1, 0)))
         if self.looks_ahead:
-            return self._decide_block(
-                history, logits, drafts, coins, depth, stop_tokens
-            )
+            return self._decide_block(history, logits, drafts, coins, depth)
         rows: list[mx.array] = []
         tokens: list[int] = []
         for i in range(depth + 1):
@@ -163,12 +159,11 @@ class RowShaper:
             if token is None:
                 return Decision(-1, [])
             tokens.append(token)
-            ended = i == depth or token in stop_tokens
-            if ended or token != drafts.tokens[0, i].item():
+            if i == depth or token != drafts.tokens[0, i].item():
                 break
         return Decision(len(tokens) - 1, tokens, rows)
 
-    def _decide_block(self, history, logits, drafts, coins, depth, stop_tokens):
+    def _decide_block(self, history, logits, drafts, coins, depth):
         rows, marks = [], []
         for i in range(depth + 1):
             seen = self._seen(history, drafts, i) if self.processors else history
@@ -189,11 +184,9 @@ class RowShaper:
             tokens = drawn
         if accepted < 0 or tokens[accepted] < 0:
             return Decision(-1, [])
-        tokens = tokens[: accepted + 1]
-        last = next((i for i, t in enumerate(tokens) if t in stop_tokens), accepted)
-        for processor, mark in zip(self.processors, marks[last], strict=True):
+        for processor, mark in zip(self.processors, marks[accepted], strict=True):
             processor.restore(mark)
-        return Decision(accepted, tokens, rows)
+        return Decision(accepted, tokens[: accepted + 1], rows)
 
     def _decide_row(self, row, drafts, coins, i, drafted) -> int | None:
         """The token of row i: the draft if it is accepted, else its correction."""

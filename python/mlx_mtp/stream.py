@@ -542,8 +542,7 @@ class Stream:
             pending.logits,
             drafts,
             proposal.uniforms,
-            min(self._free, self._max_tokens - self.telemetry.emitted),
-            self._stop_tokens,
+            self._free,
         )
         tokens = mx.array([decision.tokens], mx.int32)
         self._state, _ = self._round.commit(
