@@ -56,7 +56,7 @@ def plain(demo, prompt):
 
     def tokens(budget):
         if budget not in streams:
-            streams[budget] = run(demo, prompt, budget, mtp=None)[0]
+            streams[budget] = run(demo, prompt, budget, budget + 8, mtp=None)[0]
         return streams[budget]
 
     return tokens
@@ -87,7 +87,7 @@ def test_the_boundary_at_every_offset_of_a_block(demo, prompt, plain, mtp):
     drafter = NGramDrafter() if mtp == "ngram" else mtp
     for budget in range(depth + 1, 2 * depth + 3):
         kwargs = {"mtp": drafter, "num_draft_tokens": depth}
-        tokens, _ = run(demo, prompt, budget, **kwargs)
+        tokens, _ = run(demo, prompt, budget, budget + 8, **kwargs)
         assert tokens == plain(budget)
         assert tokens.index(CLOSE) == budget
 
@@ -116,7 +116,7 @@ def test_a_prompt_without_a_thought_is_not_limited(demo):
 
 def test_text_and_token_prompts_are_primed_alike(demo, prompt, plain):
     text = render(demo, tokenize=False)
-    assert run(demo, text, 5)[0] == plain(5)
+    assert run(demo, text, 5, 13)[0] == plain(5)
 
 
 @pytest.mark.parametrize("strength", [2.0, 30.0])
@@ -159,7 +159,7 @@ def test_processors_and_a_cache_that_cannot_speculate_change_nothing(
 
     for kwargs in ({"logits_processors": [nothing]}, {"max_kv_size": 512}):
         for mtp in (None, "auto"):
-            assert run(demo, prompt, 11, mtp=mtp, **kwargs)[0] == plain(11)
+            assert run(demo, prompt, 11, 19, mtp=mtp, **kwargs)[0] == plain(11)
 
 
 def test_the_answer_reserve_is_kept_in_both_loops(demo, prompt):

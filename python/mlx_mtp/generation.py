@@ -164,39 +164,25 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     prompt = _encode(tokenizer, prompt)
-    depth = kwargs.get("num_draft_tokens", DEFAULT_DEPTH)
     budget = _budget(model, tokenizer, prompt, thinking_budget, max_tokens)
     if budget is not None and draft_model is not None:
         raise ValueError("thinking_budget does not work with draft_model.")
     check_seed(seed)
-    sampler = kwargs.get("sampler")
-    if seed is not None and (mtp is None or "sampler" in drawing(sampler)):
+    steps, reason = None, None
+    if mtp is not None:
+        steps, reason = _speculate(
+            model, tokenizer, prompt, max_tokens, draft_model, mtp, seed, budget, kwargs
+        )
+    if seed is not None and (
+        steps is None or "sampler" in drawing(kwargs.get("sampler"))
+    ):
         mx.random.seed(seed)
-    plain = {"draft_model": draft_model, "stream": stream, **kwargs}
-    if budget is not None:
-        processors = kwargs.get("logits_processors") or ()
-        plain["logits_processors"] = [*processors, ControllerProcessor(budget)]
-    reason = _plain_reason(draft_model, kwargs)
-    decoder = None
-    if mtp is not None and (reason is None or mtp != "auto"):
-        decoder = find_decoder(model, mtp, depth)
-    if decoder is None:
-        telemetry = None
-        if mtp is not None:
-            telemetry = Telemetry(fallback=reason or "the model has no MTP head")
-            if seed is not None:
-                mx.random.seed(seed)
-        yield from _plain(model, tokenizer, prompt, max_tokens, telemetry, plain)
-        return
-    if reason is None:
-        try:
-            steps = _open(decoder, tokenizer, prompt, max_tokens, seed, budget, kwargs)
-        except UnsupportedCache as error:
-            reason = str(error)
-    if reason is not None:
-        if seed is not None:
-            mx.random.seed(seed)
-        telemetry = Telemetry(fallback=reason)
+    if steps is None:
+        plain = {"draft_model": draft_model, "stream": stream, **kwargs}
+        if budget is not None:
+            processors = kwargs.get("logits_processors") or ()
+            plain["logits_processors"] = [*processors, ControllerProcessor(budget)]
+        telemetry = None if mtp is None else Telemetry(fallback=reason)
         yield from _plain(model, tokenizer, prompt, max_tokens, telemetry, plain)
         return
     with wired_limit(model, [stream]), steps:
@@ -280,6 +266,25 @@ def find_decoder(model, mtp: MTP, depth: int) -> SpeculativeDecoder | None:
     return decoders.get(decoders.head, int(mtp))
 
 
+def _speculate(
+    model, tokenizer, prompt, max_tokens, draft_model, mtp, seed, budget, kwargs
+) -> tuple[SpeculativeIterator | None, str | None]:
+    """The stream, or None and the reason why ``mlx_lm`` has to decode it."""
+    reason = _plain_reason(draft_model, kwargs)
+    if reason is None or mtp != "auto":
+        depth = kwargs.get("num_draft_tokens", DEFAULT_DEPTH)
+        decoder = find_decoder(model, mtp, depth)
+        if decoder is None:
+            reason = "the model has no MTP head"
+    if reason is not None:
+        return None, reason
+    try:
+        steps = _open(decoder, tokenizer, prompt, max_tokens, seed, budget, kwargs)
+    except UnsupportedCache as error:
+        return None, str(error)
+    return steps, None
+
+
 def _plain_reason(draft_model, kwargs) -> str | None:
     """Why these arguments need mlx_lm's own loop, if they do."""
     if draft_model is not None:
@@ -304,7 +309,7 @@ def _budget(model, tokenizer, prompt, budget, max_tokens) -> ThinkingBudget | No
 
 def drawing(sampler) -> dict:
     """How a decoder draws as ``sampler`` does: its ``params`` and ``sampler``."""
-    if sampler is greedy_sampler:
+    if sampler is None or sampler is greedy_sampler:
         return {}
     if isinstance(sampler, Sampler):
         return {"params": sampler.params}

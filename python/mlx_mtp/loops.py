@@ -73,8 +73,12 @@ class SpeculativeLoop:
         self.decoder.restore(caches, snapshot)
         return True
 
-    def stream(self, prompt, caches, **options):
-        return self.decoder.stream(prompt, caches=caches, **self.drawing, **options)
+    def stream(self, prompt, caches, *, seed, **options):
+        if seed is not None and "sampler" in self.drawing:
+            mx.random.seed(seed)
+        return self.decoder.stream(
+            prompt, caches=caches, seed=seed, **self.drawing, **options
+        )
 
 
 class PlainLoop:
