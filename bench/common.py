@@ -153,5 +153,6 @@ def _commit() -> str | None:
         ).stdout.strip()
 
     commit = git("rev-parse", "--short", "HEAD")
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "..")
+    paths = ("--", "..", ":!results")
+    changed = git("status", "--porcelain", "--untracked-files=no", *paths)
     return (commit + ("+" if changed else "")) or None
