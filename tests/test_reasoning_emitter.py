@@ -27,9 +27,11 @@ CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 
 
 def both(text, config=THINK, **kwargs):
-    """(reasoning, response), the same in one piece and character by character."""
-    whole, single = by_text(config, [text], **kwargs), by_text(config, text, **kwargs)
-    assert whole == single
+    """(reasoning, response), the same in one piece, in any two and by character."""
+    whole = by_text(config, [text], **kwargs)
+    assert by_text(config, text, **kwargs) == whole
+    for at in range(1, len(text)):
+        assert by_text(config, [text[:at], text[at:]], **kwargs) == whole
     split = r.collect(whole)
     assert split == r.split(text, config, **kwargs)
     return split.reasoning, split.response
@@ -475,6 +477,16 @@ def test_harmony_bad_calls_are_rejected():
         text = start.format(name, body)
         split = r.split(text, HARMONY, tools=TOOLS)
         assert [event.reason for event in split.rejected] == [reason]
+
+
+def test_harmony_a_call_whose_closing_token_ended_the_stream_is_a_call():
+    """<|call|> is an end token, which a driver may keep to itself."""
+    text = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
+    events = by_text(HARMONY, [text])
+    assert r.collect(events).tool_calls == (r.Call("f", {}),)
+    assert events[-1].reason == "tool_calls"
+    (rejected,) = r.collect(by_text(HARMONY, [text[:-1]], "length")).rejected
+    assert rejected.reason == "incomplete"
 
 
 def test_harmony_unframed_text_is_response_and_finish_loses_nothing():

@@ -270,6 +270,18 @@ def test_events_come_in_order_and_while_the_model_decodes(demo):
     assert text == session.reply.text == "The sum is 125."
 
 
+def test_a_budget_of_nothing_and_one_beyond_any_limit(demo):
+    free = parts(make(demo).respond(QUESTION))
+    for mtp in MODES:
+        session = make(demo, mtp)
+        none = session.respond(QUESTION, thinking_budget=0)
+        assert none.reasoning == "" and none.usage.reasoning_tokens == 0
+        assert none.text and none.finish_reason == "stop"
+        session.reset()
+        huge = session.respond(QUESTION, thinking_budget=1 << 40, max_tokens=-1)
+        assert parts(huge) == free
+
+
 def test_a_cut_thought_says_so(demo):
     for mtp in MODES:
         events = list(make(demo, mtp).stream(QUESTION, thinking_budget=5))
@@ -589,6 +601,43 @@ def test_cancel_from_another_thread_and_in_the_prompt(demo):
     assert session.messages == [] and session.usage.completion_tokens == 0
     session._loop.feed = feed
     conversation(session, (QUESTION, {}))
+
+
+def test_a_turn_cancelled_as_its_thought_ends_makes_no_call(demo):
+    session = make(demo, tools=TOOLS)
+    for event in session.stream(PRODUCT, tool_choice="required", thinking_budget=6):
+        if isinstance(event, ReasoningEnd):
+            session.cancel()
+    assert session.reply.finish_reason == "cancelled"
+    assert session.reply.reasoning and not session.reply.tool_calls
+    conversation(session, (PRODUCT, {"tool_choice": "required"}))
+
+
+def test_two_sessions_of_one_model_do_not_mix(demo):
+    """Token by token in turns, one of them abandoned halfway; and in two threads."""
+    questions = (QUESTION, "What is 12 * 3?")
+    expected = [parts(make(demo).respond(question)) for question in questions]
+    sessions = [make(demo) for _ in questions]
+    abandoned = make(demo).stream(QUESTION)
+    next(abandoned)
+    streams = [s.stream(q) for s, q in zip(sessions, questions, strict=True)]
+    while streams:
+        streams = [s for s in streams if next(s, None) is not None]
+    assert [parts(session.reply) for session in sessions] == expected
+    del abandoned
+    replies = {}
+
+    def answer(i):
+        for _ in range(2):
+            sessions[i].reset()
+            replies[i] = parts(sessions[i].respond(questions[i]))
+
+    threads = [threading.Thread(target=answer, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [replies[i] for i in range(2)] == expected
 
 
 def test_a_closed_iterator_keeps_what_came(demo):

@@ -162,6 +162,41 @@ def test_processors_and_a_cache_that_cannot_speculate_change_nothing(
             assert run(demo, prompt, 11, 19, mtp=mtp, **kwargs)[0] == plain(11)
 
 
+class Shift:
+    """Forbids a token in every second place, and keeps what it has seen."""
+
+    def __init__(self, banned):
+        self.banned, self.seen = banned, []
+
+    def __call__(self, tokens, logits):
+        self.seen.append(tokens.tolist())
+        if len(tokens) % 2:
+            logits[:, self.banned] = -mx.inf
+        return logits
+
+
+def test_a_budget_works_behind_a_processor_that_changes_the_stream(
+    demo, prompt, plain
+):
+    """Forced tokens are forced whatever it does, and it sees them in its history."""
+    for budget in (6, 7, 11):
+        banned = plain(budget)[3 - len(prompt) % 2]
+        streams, histories = [], []
+        for mtp in (None, 1, 3, NGramDrafter()):
+            shift = Shift(banned)
+            kwargs = {"mtp": mtp, "logits_processors": [shift]}
+            streams.append(run(demo, prompt, budget, budget + 8, **kwargs)[0])
+            histories.append({tuple(seen) for seen in shift.seen})
+        assert streams.count(streams[0]) == 4
+        assert streams[0] != plain(budget) and streams[0][budget] == CLOSE
+        # Behind the transition every loop shows the processor the same histories.
+        ends = [
+            {h for h in history if len(h) > len(prompt) + budget + 1}
+            for history in histories
+        ]
+        assert ends[0] and all(end <= ends[0] for end in ends[1:])
+
+
 def test_the_answer_reserve_is_kept_in_both_loops(demo, prompt):
     for reserve in (5, 20):
         streams = []
