@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 
 from mlx_mtp.cli import chat, main
 
 COMMAND = [sys.executable, "-m", "mlx_mtp", "chat"]
+SIZE = {"COLUMNS": "80", "LINES": "24"}
 
 
 def test_piped_lines_are_answered_as_plain_text():
@@ -39,14 +41,14 @@ def test_piped_lines_are_answered_as_plain_text():
 class Screen:
     """A chat on a terminal of its own."""
 
-    def __init__(self):
+    def __init__(self, **env):
         self.fd, inner = pty.openpty()
         self.process = subprocess.Popen(
             COMMAND,
             stdin=inner,
             stdout=inner,
             stderr=inner,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"},
+            env={**os.environ, **SIZE, "TERM": "xterm", **env},
         )
         os.close(inner)
         self.text = ""
@@ -66,10 +68,22 @@ class Screen:
         os.write(self.fd, line.encode() + b"\r")
 
 
-def test_a_terminal_shows_the_thought_and_folds_it():
-    screen = Screen()
+@contextmanager
+def screen_of(**env):
+    screen = Screen(**env)
     try:
         screen.wait("> ")
+        yield screen
+        screen.say("/exit")
+        assert screen.process.wait(20) == 0
+    finally:
+        screen.process.kill()
+        screen.process.wait()
+        os.close(screen.fd)
+
+
+def test_a_terminal_shows_the_thought_and_folds_it():
+    with screen_of() as screen:
         screen.say("What is 57 + 68?")
         live = screen.wait("▸ thought of [0-9]+ tokens, /think shows it")
         assert "column by column" in live and "tokens/s" in live
@@ -81,12 +95,27 @@ def test_a_terminal_shows_the_thought_and_folds_it():
         screen.wait("column")
         screen.process.send_signal(signal.SIGINT)
         assert "The sum" not in screen.wait("stopped.*> ")
-        screen.say("/exit")
-        assert screen.process.wait(20) == 0
-    finally:
-        screen.process.kill()
-        screen.process.wait()
-        os.close(screen.fd)
+
+
+def test_ctrl_c_without_a_turn_and_a_narrow_terminal():
+    with screen_of(COLUMNS="40", LINES="8") as screen:
+        for _ in range(2):
+            os.write(screen.fd, b"half a line")
+            screen.wait("half a line")
+            screen.process.send_signal(signal.SIGINT)
+            assert "starts anew" in screen.wait("answer.*> ")
+        screen.say("What is 57 + 68?")
+        live = screen.wait("drafts accepted.*> ")
+        lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", live).splitlines()
+        assert max(map(len, lines)) <= 40
+
+
+def test_a_terminal_that_cannot_go_back_gets_a_stream():
+    with screen_of(TERM="dumb", NO_COLOR="1") as screen:
+        screen.say("What is 57 + 68?")
+        shown = screen.wait("of drafts accepted.*> ")
+        assert "\x1b" not in shown and "column by column" not in shown
+        assert re.search("thought, /think shows it\r\nThe sum is 125.\r\n", shown)
 
 
 def test_bad_options_are_one_line_and_code_2(capsys):

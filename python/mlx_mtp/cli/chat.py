@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from ..loading import load
-from ..reasoning import End, Event, ReasoningDelta, ResponseDelta
+from ..reasoning import End, Event, ReasoningDelta, ReasoningEnd, ResponseDelta
 from ..session import Session, Usage
 from . import options
 
-HELP = "/think shows the last thought, /reset starts anew, /exit ends. Ctrl-C stops."
+HELP = (
+    "/think shows the last thought, /reset starts anew, /exit ends. Ctrl-C stops an "
+    "answer."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,15 +115,37 @@ class Terminal:
                 yield self.console.input("[bold]> [/bold]")
             except EOFError:
                 return
+            except KeyboardInterrupt:
+                self.console.print()
+                self.note(HELP)
 
     def note(self, text: str) -> None:
         self.console.print(text, style="dim", markup=False)
 
     def turn(self, session: Session, events: Iterator[Event]) -> None:
+        clock = Clock()
+        show = self._stream if self.console.is_dumb_terminal else self._live
+        show(session, events, clock)
+        reason = {"length": ", cut at the limit", "cancelled": ", stopped"}
+        status = clock.status(session.usage)
+        self.note(status + reason.get(session.reply.finish_reason, ""))
+
+    def _stream(self, session: Session, events: Iterator[Event], clock: Clock) -> None:
+        """For terminals that cannot take a line back."""
+        for event in events:
+            clock.tick(session.usage)
+            if isinstance(event, ReasoningEnd):
+                self.note("▸ thought, /think shows it")
+            elif isinstance(event, ResponseDelta):
+                print(event.text, end="", flush=True)
+        clock.stop()
+        print()
+
+    def _live(self, session: Session, events: Iterator[Event], clock: Clock) -> None:
         from rich.live import Live
         from rich.markdown import Markdown
 
-        clock, thought, answer = Clock(), "", ""
+        thought = answer = ""
         view = self._view("", "", "reading the prompt")
         with Live(view, console=self.console, transient=True) as live:
             for event in events:
@@ -137,8 +162,6 @@ class Terminal:
             self.note(f"▸ thought of {usage.reasoning_tokens} tokens, /think shows it")
         if reply.text:
             self.console.print(Markdown(reply.text))
-        reason = {"length": ", cut at the limit", "cancelled": ", stopped"}
-        self.note(clock.status(usage) + reason.get(reply.finish_reason, ""))
 
     def _view(self, thought: str, answer: str, status: str):
         """The newest lines that fit, with the status below."""
