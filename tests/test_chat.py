@@ -100,6 +100,7 @@ def test_a_terminal_shows_the_thought_and_folds_it():
 def test_ctrl_c_without_a_turn_and_a_narrow_terminal():
     with screen_of(COLUMNS="40", LINES="8") as screen:
         for _ in range(2):
+            time.sleep(0.5)  # input() does not hear a signal before it waits
             os.write(screen.fd, b"half a line")
             screen.wait("half a line")
             screen.process.send_signal(signal.SIGINT)

@@ -175,9 +175,7 @@ class Shift:
         return logits
 
 
-def test_a_budget_works_behind_a_processor_that_changes_the_stream(
-    demo, prompt, plain
-):
+def test_a_budget_works_behind_a_processor_that_changes_the_stream(demo, prompt, plain):
     """Forced tokens are forced whatever it does, and it sees them in its history."""
     for budget in (6, 7, 11):
         banned = plain(budget)[3 - len(prompt) % 2]
