@@ -236,6 +236,24 @@ def test_bad_declarations_are_refused_before_any_token():
     for tools in ([{"type": "function"}], ["weather"], [{"function": {}}], 5):
         with pytest.raises(r.ReasoningError, match="tools must be mappings"):
             r.ReasoningEmitter(r.family("qwen3"), tools=tools)
+    for parameters in ({"type": "string"}, {"properties": []}, [], "x"):
+        tool = {"name": "f", "parameters": parameters}
+        if parameters:
+            with pytest.raises(r.ReasoningError, match="'f' must be the schema"):
+                r.ReasoningEmitter(r.family("qwen3"), tools=[tool])
+    with pytest.raises(r.ReasoningError, match="two tools have the name 'f'"):
+        r.ReasoningEmitter(r.family("qwen3"), tools=[{"name": "f"}, {"name": "f"}])
+
+
+def test_schemas_of_any_shape_are_read():
+    """True and False are schemas, and options may be."""
+    tool = {
+        "name": "f",
+        "parameters": {"properties": {"a": True, "b": {"anyOf": [True, {}]}}},
+    }
+    text = "<tool_call><function=f><parameter=a>1</parameter><parameter=b>x</parameter>"
+    (call,) = r.parse_tool_calls(f"{text}</function></tool_call>", "qwen_xml", [tool])
+    assert call.arguments == {"a": 1, "b": "x"}
 
 
 # Beginning, what is repeated, end.

@@ -26,6 +26,7 @@ from mlx_mtp.reasoning import (
     InsufficientTokens,
     ReasoningDelta,
     ReasoningEnd,
+    ReasoningError,
     ReasoningStart,
     ResponseDelta,
     TemplateError,
@@ -758,6 +759,9 @@ def test_the_family_can_be_given(demo):
         ({"tool_choice": "required", "response_format": SUM}, ValueError),
         ({"tool_choice": {"name": "other"}}, ValueError),
         ({"response_format": {"type": "strin"}}, GrammarError),
+        ({"thinking": "off"}, TypeError),
+        ({"seed": "x"}, ValueError),
+        ({"seed": -1}, ValueError),
     ],
 )
 def test_bad_turns_are_refused_before_any_token(demo, options, error):
@@ -769,7 +773,12 @@ def test_bad_turns_are_refused_before_any_token(demo, options, error):
 
 
 def test_other_refusals(demo, monkeypatch):
-    session = make(demo)
+    for tools in ({"name": "f"}, [{"function": {}}], [TOOLS[0], TOOLS[0]]):
+        with pytest.raises(ReasoningError, match="tool"):
+            make(demo, tools=tools)
+    with pytest.raises(TypeError, match="sampler must be callable"):
+        make(demo, sampler="hot")
+    session = make(demo, capabilities="reasoning")
     with pytest.raises(ValueError, match="nothing to answer"):
         session.respond()
     with pytest.raises(TypeError, match="message must be a str"):

@@ -313,6 +313,8 @@ def drawing(sampler) -> dict:
         return {}
     if isinstance(sampler, Sampler):
         return {"params": sampler.params}
+    if not callable(sampler):
+        raise TypeError(f"sampler must be callable but is a {type(sampler).__name__}.")
     return {"sampler": sampler}
 
 

@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from .reasoning import ReasoningError, Vocabulary
+from .reasoning.tools import Types
 
 Schema = Mapping[str, Any]
 
@@ -147,28 +148,29 @@ def call_constraint(
 
     Raises:
         UnsupportedToolProtocol: No grammar is known for the protocol.
+        ReasoningError: A declaration has no name, or its parameters are no object.
         ValueError: No tool has this name.
     """
     row = FORMATS.get(protocol)
     if row is None:
         raise UnsupportedToolProtocol(protocol)
-    functions = [tool.get("function", tool) for tool in tools]
+    functions = Types(tools).declared
     if name is not None:
-        known = ", ".join(f["name"] for f in functions) or "none"
-        functions = [f for f in functions if f["name"] == name]
-        if not functions:
+        if name not in functions:
+            known = ", ".join(functions) or "none"
             raise ValueError(
                 f"tool_choice names {name!r}, declared tools are: {known}."
             )
+        functions = {name: functions[name]}
 
     def text(literal: str) -> str:
         return _literal(literal, vocabulary)
 
     rules = []
-    for i, function in enumerate(functions):
-        schema = _arguments_schema(function.get("parameters") or {})
+    for i, (function, parameters) in enumerate(functions.items()):
+        schema = _arguments_schema(parameters)
         arguments = _tags(schema, text) if row.tags else _json(schema)
-        head = text(row.name + function["name"] + row.arguments)
+        head = text(row.name + function + row.arguments)
         rules.append(f"call{i}: {head} {arguments} {text(row.end)}")
     calls = " | ".join(f"call{i}" for i in range(len(rules)))
     more = "" if row.joiner is None else f"({text(row.joiner)} call)*"
@@ -228,9 +230,8 @@ class GrammarProcessor:
         lib = _llguidance()
         self._matcher = lib.LLMatcher(vocabulary, constraint.lark, log_level=0)
         if self._matcher.is_error():
-            raise GrammarError(
-                f"The schema is not supported: {self._matcher.get_error().strip()}"
-            )
+            reason = self._matcher.get_error().strip().partition("\n")[0]
+            raise GrammarError(f"The schema is not supported: {reason}")
         self._bits = np.zeros(((vocabulary.vocab_size + 31) // 32,), np.uint32)
         self._start: int | None = None
         self._read = 0  # tokens of the grammar that were read

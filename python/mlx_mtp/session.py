@@ -45,7 +45,8 @@ from .reasoning import (
     collect,
     resolve,
 )
-from .reasoning.tools import infer_protocol
+from .reasoning.tools import Types, infer_protocol
+from .sampling import check_seed
 from .telemetry import Telemetry
 from .thinking import MissingCapability, make_budget, template_kwargs
 
@@ -153,8 +154,11 @@ class Session:
             tokenizer = TokenizerWrapper(tokenizer)
         self._model, self._tokenizer = model, tokenizer
         self._tools = list(tools or ())
+        Types(self._tools)  # refuses bad declarations
         self._max_tokens = _check_limit(max_tokens)
         self._config = self._find_config(reasoning)
+        if isinstance(capabilities, str):
+            capabilities = {capabilities}
         self._check_capabilities({*capabilities, *(["tools"] if tools else [])})
         self._vocabulary = Vocabulary.from_tokenizer(tokenizer)
         self._grammar_vocabulary = None  # made when it is needed
@@ -222,6 +226,9 @@ class Session:
         self._check_idle()
         if message is not None and not isinstance(message, str):
             raise TypeError(f"message must be a str but is a {type(message).__name__}.")
+        if thinking not in (True, False, None):
+            raise TypeError(f"thinking must be a bool or None but is {thinking!r}.")
+        check_seed(seed)
         tools, constraint = self._constrain(tool_choice, response_format)
         limit = self._max_tokens if max_tokens is None else _check_limit(max_tokens)
         messages = list(self.messages)

@@ -148,14 +148,12 @@ class Types:
         self.declared: dict[str, Mapping[str, Any]] | None = None
         if tools is None:
             return
-        try:
-            functions = [tool.get("function", tool) for tool in tools]
-            self.declared = {f["name"]: f.get("parameters") or {} for f in functions}
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ReasoningError(
-                "[tool call] tools must be mappings with a name, or with a function "
-                "that has one."
-            ) from error
+        self.declared = {}
+        for tool in tools if isinstance(tools, Iterable) else [tools]:
+            name, parameters = _declaration(tool)
+            if name in self.declared:
+                raise ReasoningError(f"[tool call] two tools have the name {name!r}.")
+            self.declared[name] = parameters
 
     def value(self, tool: str, key: str, text: str) -> Any:
         """An argument written as plain text, as its declared type."""
@@ -176,10 +174,33 @@ class Types:
         properties = (self.declared or {}).get(tool, {}).get("properties") or {}
         schema = properties.get(key, {})
         kinds: set[str] = set()
-        for option in (schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())):
-            kind = option.get("type", ())
+        options = [schema]
+        if isinstance(schema, Mapping):
+            options += [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+        for option in options:
+            kind = option.get("type", ()) if isinstance(option, Mapping) else ()
             kinds.update([kind] if isinstance(kind, str) else kind)
         return kinds
+
+
+def _declaration(tool: Any) -> tuple[str, Mapping[str, Any]]:
+    """The name and the parameters of a declared tool."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise ReasoningError(
+            "[tool call] tools must be mappings with a name, or with a function "
+            "that has one."
+        )
+    parameters = function.get("parameters") or {}
+    properties = isinstance(parameters, Mapping) and parameters.get("properties", {})
+    if not isinstance(properties, Mapping) or (
+        parameters.get("type", "object") != "object"
+    ):
+        raise ReasoningError(
+            f"[tool call] the parameters of {name!r} must be the schema of an object."
+        )
+    return name, parameters
 
 
 # JSON
