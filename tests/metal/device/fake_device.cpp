@@ -128,6 +128,10 @@ void inject(const std::string& fault, Dispatch& d) {
     }
   } else if (fault == "swapped inputs") {
     std::swap(d.bindings[0].index, d.bindings[1].index);
+  } else if (fault == "wrong offset") {
+    d.bindings[0].offset += 4;
+  } else if (fault == "short grid") {
+    --*std::max_element(d.grid, d.grid + 3);
   }
 }
 
