@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE / "emulator")]
+sys.path[:0] = [str(HERE.parent), str(HERE / "emulator")]
 
+import cases  # noqa: E402
 import emulator  # noqa: E402
 import host  # noqa: E402
 
@@ -24,10 +25,10 @@ BANDWIDTH = {"M1": 68e9, "M3 Max": 400e9, "M5 Max": 614e9}
 FILTERS = {"top_k": 20, "top_p": 0.95}
 # Name, spread of the logits, parameters.
 CASES = [
-    ("none", 2.0, {}),
-    ("top-k 20, top-p 0.95", 2.0, FILTERS),
-    ("min-p 0.05", 2.0, {"min_p": 0.05}),
-    ("top-p 0.95, thousands of survivors", 2.0, {"top_p": 0.95}),
+    ("none", 3.0, {}),
+    ("top-k 20, top-p 0.95", 3.0, FILTERS),
+    ("min-p 0.05", 3.0, {"min_p": 0.05}),
+    ("top-p 0.95, thousands of survivors", 3.0, {"top_p": 0.95}),
     ("top-p 0.95, all logits equal", 0.0, {"top_p": 0.95}),
     ("top-k 20, top-p 0.95, all logits equal", 0.0, FILTERS),
 ]
@@ -66,7 +67,7 @@ class Counter(host.Host):
 
 
 def verify(machine, scale, params):
-    """Rows read by each dispatch of verify_draft, and the survivors of a row."""
+    """Rows read by each dispatch of verify_draft that rejects its third draft."""
     rng = np.random.default_rng(0)
     target = rng.normal(0, scale, (1, DRAFTS + 1, V)).astype(np.float32)
     draft = target[:, :DRAFTS] + rng.normal(0, 0.5, (1, DRAFTS, V)).astype(np.float32)
@@ -86,33 +87,26 @@ def sample(machine, scale, params):
     counter = Counter(machine)
     half = np.full((1, 2), 0.5, np.float32)
     _, stats = counter.sample(row, half, "bfloat16", **params)
-    survivors = (
-        host.load(host.store(row, "bfloat16"), "bfloat16") >= stats[0, 1]
-    ).sum()
-    return counter.rows, int(survivors)
+    return counter.rows, int((cases.rounded(row, "bfloat16") >= stats[0, 1]).sum())
 
 
-def line(name, rows, needed, extra=""):
+def line(name, rows, needed):
     moved = sum(rows) * V * BYTES
-    times = (f"{moved / rate * 1e6:.0f}" for rate in BANDWIDTH.values())
-    each = " | ".join(f"{n:.2g}" for n in rows)
-    ratio = sum(rows) / needed
-    print(f"| {name}{extra} | {each} | {ratio:.2f} | {moved / 1e6:.1f} |", *times)
+    times = [f"{moved / rate * 1e6:.0f}" for rate in BANDWIDTH.values()]
+    each = ", ".join(f"{n:.2g}" for n in rows)
+    columns = [name, each, f"{sum(rows) / needed:.2f}", f"{moved / 1e6:.1f}", *times]
+    print(*columns, sep=" | ", flush=True)
 
 
 def main():
     with tempfile.TemporaryDirectory() as folder:
         machine = counting_emulator(folder)
-        print(
-            "Rows read by each dispatch, moved / needed, MB, microseconds on", end=" "
-        )
-        print(*BANDWIDTH, sep=", ")
+        print("rows read by each dispatch | moved / needed | MB | us:", *BANDWIDTH)
         for name, scale, params in CASES:
             rows, survivors = sample(machine, scale, params)
-            line(f"sample, {name}", rows, 1, f" ({survivors})")
-            line(
-                f"verify_draft, {name}", verify(machine, scale, params), 2 * DRAFTS + 1
-            )
+            line(f"sample, {name} ({survivors} survivors)", rows, 1)
+            rows = verify(machine, scale, params)
+            line(f"verify_draft, {name}", rows, 2 * DRAFTS + 1)
 
 
 if __name__ == "__main__":
