@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 
@@ -69,23 +69,43 @@ def test_model_without_head_is_mlx_lm(demo, prompt):
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"max_kv_size": 64}, {"kv_bits": 8, "quantized_kv_start": 0}]
+    "kwargs",
+    [
+        {"max_kv_size": 64},
+        {"kv_bits": 8, "quantized_kv_start": 0},
+        {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 30},
+    ],
 )
-def test_unsupported_arguments_are_plain_decoding_with_a_reason(demo, prompt, kwargs):
+def test_bounded_and_quantised_caches_speculate(demo, prompt, kwargs):
+    ours = list(mlx_mtp.stream_generate(*demo, prompt, max_tokens=25, **kwargs))
+    theirs = mlx_lm.stream_generate(*demo, prompt, max_tokens=25, **kwargs)
+    assert responses(ours) == responses(theirs)
+    assert ours[-1].mtp.fallback is None and ours[-1].mtp.accepted
+
+
+def test_unsupported_arguments_are_plain_decoding_with_a_reason(demo, prompt):
+    embed = demo[0].language_model.model.embed_tokens
+    kwargs = {"input_embeddings": embed(mx.array(prompt))}
     ours = list(mlx_mtp.stream_generate(*demo, prompt, max_tokens=9, **kwargs))
     theirs = mlx_lm.stream_generate(*demo, prompt, max_tokens=9, **kwargs)
     assert responses(ours) == responses(theirs)
-    assert next(iter(kwargs)) in ours[-1].mtp.fallback
+    assert "input_embeddings" in ours[-1].mtp.fallback
+
+
+class StrangeCache(KVCache):
+    pass
 
 
 def test_unsupported_cache_is_plain_decoding_with_a_reason(demo, prompt):
     model, _ = demo
     cache = make_prompt_cache(model)
-    cache[3] = cache[3].to_quantized(group_size=64, bits=8)
+    cache[3] = StrangeCache()
     ours = list(
         mlx_mtp.stream_generate(*demo, prompt, max_tokens=9, prompt_cache=cache)
     )
-    assert "QuantizedKVCache" in ours[-1].mtp.fallback
+    theirs = mlx_lm.stream_generate(*demo, prompt, max_tokens=9)
+    assert responses(ours) == responses(theirs)
+    assert "entry 3 is a StrangeCache" in ours[-1].mtp.fallback
 
 
 def test_prompt_cache_is_left_as_mlx_lm_leaves_it(demo, prompt):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 from mlx_lm import stream_generate
-from mlx_lm.models.cache import ArraysCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from tiny import (
     ScriptedDrafter,
@@ -642,8 +642,7 @@ def filled(cache, layers=1):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: filled([RotatingKVCache(max_size=16) for _ in range(2)]), "Rotating"),
-        (lambda: filled([QuantizedKVCache() for _ in range(2)]), "QuantizedKVCache"),
+        (lambda: filled([KVCache(), BatchKVCache([0, 2])]), "entry 1 holds padded"),
         (lambda: [ArraysCache(2), ArraysCache(2)], "ArraysCache"),
         (lambda: [], "has 0 entries but the model has 2 layers"),
     ],

@@ -7,7 +7,6 @@ import pytest
 from tiny import ScriptedDrafter, plain_tokens, random_prompt
 
 from mlx_mtp.speculative import SpeculativeDecoder
-from mlx_mtp.state import UnsupportedCache
 from mlx_mtp.targets import GenericTarget, Qwen35Target, as_target, takes_heads
 
 COMMON = {
@@ -65,16 +64,6 @@ def test_greedy_tokens_of_any_family_are_mlx_lms(family, config, fallback):
     )
     assert [step.token for step in steps] == plain
     assert (steps.telemetry.fallback or "None").startswith(str(fallback))
-
-
-def test_a_family_with_another_state_is_refused():
-    sliding = {**COMMON, "sliding_window": 32}
-    sliding["layer_types"] = ["full_attention", "sliding_attention"]
-    decoder = SpeculativeDecoder(
-        as_target(tiny_model("llama", sliding)), ScriptedDrafter([1], 96), 3
-    )
-    with pytest.raises(UnsupportedCache, match="entry 1 is a RotatingKVCache"):
-        decoder.stream([1, 2])
 
 
 def test_a_qwen_target_gives_hidden_rows_that_make_its_logits(qwen):

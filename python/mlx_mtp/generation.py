@@ -10,7 +10,13 @@ from typing import Literal
 
 import mlx.core as mx
 import mlx_lm
-from mlx_lm.generate import GenerationResponse, generation_stream, wired_limit
+from mlx_lm.generate import (
+    DEFAULT_QUANTIZED_KV_START,
+    GenerationResponse,
+    generation_stream,
+    wired_limit,
+)
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -147,8 +153,8 @@ def stream_generate(
             acceptance.
         logits_processors: As in ``mlx_lm``; see ``mlx_mtp.shaping`` for
             ``checkpoint`` and ``restore``.
-        kwargs: The other arguments of ``mlx_lm.stream_generate``. With a rotating or
-            quantised cache, ``input_embeddings`` or ``draft_model`` the stream is
+        kwargs: The other arguments of ``mlx_lm.stream_generate``. With a cache of an
+            unknown class, ``input_embeddings`` or ``draft_model`` the stream is
             ``mlx_lm``'s own, and ``response.mtp.fallback`` says why.
 
     Yields:
@@ -279,7 +285,9 @@ def _speculate(
     if reason is not None:
         return None, reason
     try:
-        steps = _open(decoder, tokenizer, prompt, max_tokens, seed, budget, kwargs)
+        steps = _open(
+            decoder, model, tokenizer, prompt, max_tokens, seed, budget, kwargs
+        )
     except UnsupportedCache as error:
         return None, str(error)
     return steps, None
@@ -289,9 +297,8 @@ def _plain_reason(draft_model, kwargs) -> str | None:
     """Why these arguments need mlx_lm's own loop, if they do."""
     if draft_model is not None:
         return "draft_model is mlx_lm's own speculative decoding"
-    for name in ("max_kv_size", "kv_bits", "input_embeddings"):
-        if kwargs.get(name) is not None:
-            return f"{name} is not supported with speculation"
+    if kwargs.get("input_embeddings") is not None:
+        return "input_embeddings is not supported with speculation"
     return None
 
 
@@ -319,7 +326,7 @@ def drawing(sampler) -> dict:
 
 
 def _open(
-    decoder, tokenizer, prompt, max_tokens, seed, budget, kwargs
+    decoder, model, tokenizer, prompt, max_tokens, seed, budget, kwargs
 ) -> SpeculativeIterator:
     known = {
         "sampler",
@@ -338,6 +345,9 @@ def _open(
         raise TypeError(
             f"stream_generate() got an unexpected keyword argument {unknown[0]!r}"
         )
+    caches, size = kwargs.get("prompt_cache"), kwargs.get("max_kv_size")
+    if caches is None and size is not None:
+        caches = make_prompt_cache(model, size)
     return decoder.stream(
         prompt,
         max_tokens=max_tokens,
@@ -345,10 +355,13 @@ def _open(
         processors=kwargs.get("logits_processors") or (),
         controller=budget,
         stop_tokens=tokenizer.eos_token_ids,
-        caches=kwargs.get("prompt_cache"),
+        caches=caches,
         seed=seed,
         prefill_step_size=kwargs.get("prefill_step_size", 2048),
         progress=kwargs.get("prompt_progress_callback"),
+        kv_bits=kwargs.get("kv_bits"),
+        kv_group_size=kwargs.get("kv_group_size", 64),
+        quantized_kv_start=kwargs.get("quantized_kv_start", DEFAULT_QUANTIZED_KV_START),
     )
 
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 from .drafters import DraftContext, Drafts
 from .ops import sample, verify_draft
 from .sampling import FilterOrder, split_keys, uniforms
-from .state import Position
+from .state import Adapter, Leaves, Position
 
 RoundState = dict[str, Any]
 
@@ -51,6 +51,7 @@ class Round:
     Args:
         target, drafter: See their protocols.
         depth (int): K, the drafts of a round.
+        adapters: Of the caches, as ``classify`` gives them. Default: the target's.
         greedy (bool): Every draw is an argmax; no random numbers are made.
         filter_order, draft_filter_order (str): See ``SamplingParams``.
 
@@ -63,12 +64,14 @@ class Round:
         target,
         drafter,
         depth: int,
+        adapters: Sequence[Adapter] | None = None,
         *,
         greedy: bool,
         filter_order: FilterOrder = "temperature_first",
         draft_filter_order: FilterOrder | None = None,
     ):
         self.target, self.drafter, self.depth = target, drafter, depth
+        self.adapters = target.adapters if adapters is None else adapters
         self.greedy, self.filter_order = greedy, filter_order
         self.draft_filter_order = draft_filter_order or filter_order
         self.width = depth + 1
@@ -77,13 +80,14 @@ class Round:
 
     def begin(
         self,
-        leaves: Sequence[tuple[mx.array, ...]],
+        leaves: Sequence[Leaves],
         length: int,
         draft_state,
         hidden: mx.array | None,
         keys: mx.array,
         params: dict[str, mx.array],
         draft_params: dict[str, mx.array],
+        limit: int | None = None,
     ) -> tuple[RoundState, Proposal]:
         """Streams whose prompt is cached, and the empty proposal for its last row.
 
@@ -95,6 +99,7 @@ class Round:
             hidden: ``(B, 1, H)``, the prompt's last row.
             keys: ``(B, 2)``, one key a stream.
             params, draft_params: ``SamplingParams.arrays``.
+            limit (int, optional): No round keeps rows in the caches beyond this many.
         """
         batch = keys.shape[0]
         state = {
@@ -103,6 +108,8 @@ class Round:
             "params": params,
             "draft_params": draft_params,
         }
+        if limit is not None:
+            state["limit"] = mx.full((batch,), limit, mx.int32)
         if self.drafter.needs_hidden:
             state["hidden"] = mx.pad(hidden, [(0, 0), (0, self.depth), (0, 0)])
         coins = None
@@ -163,6 +170,10 @@ class Round:
             draw,
         )
         drafts, draft_state = self.drafter.propose(state["draft"], context)
+        if "limit" in state:
+            room = state["limit"] - state["offset"] - 1
+            lengths = self.depth if drafts.lengths is None else drafts.lengths
+            drafts = drafts._replace(lengths=mx.minimum(lengths, room))
         coins = None if draws is None else draws[:, 2 * self.depth :]
         return Proposal(drafts, draft_state, coins, keys)
 
@@ -183,17 +194,16 @@ class Round:
             state["steps"],
             attended if offset is None else offset + self.width,
         )
-        adapters = self.target.adapters
         views = [
             adapter.view(leaves, position)
-            for adapter, leaves in zip(adapters, state["leaves"], strict=True)
+            for adapter, leaves in zip(self.adapters, state["leaves"], strict=True)
         ]
         out = self.target.forward(rows, views)
         verified = {
             **state,
             "leaves": [
                 adapter.collect(view)
-                for adapter, view in zip(adapters, views, strict=True)
+                for adapter, view in zip(self.adapters, views, strict=True)
             ],
         }
         if "hidden" in state:
@@ -252,9 +262,7 @@ class Round:
             **state,
             "leaves": [
                 adapter.grow(leaves, capacity)
-                for adapter, leaves in zip(
-                    self.target.adapters, state["leaves"], strict=True
-                )
+                for adapter, leaves in zip(self.adapters, state["leaves"], strict=True)
             ],
             "draft": self.drafter.grow(state["draft"], capacity),
         }

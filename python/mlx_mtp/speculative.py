@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +17,7 @@ from .round import Round
 from .sampling import SamplingParams
 from .shaping import Controller, Processor, RowShaper, Sampler
 from .state import classify
-from .stream import Step, Stream, Turn, UnusableLogits, refuse_taken
+from .stream import Quantisation, Step, Stream, Turn, UnusableLogits, refuse_taken
 
 __all__ = [
     "Snapshot",
@@ -87,6 +88,9 @@ class SpeculativeDecoder:
         seed: int | None = None,
         prefill_step_size: int = 2048,
         progress: Callable[[int, int], None] | None = None,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        quantized_kv_start: int = 0,
     ) -> SpeculativeIterator:
         """Decodes one stream; iterate over the result for ``Step`` objects.
 
@@ -109,6 +113,10 @@ class SpeculativeDecoder:
             seed (int, optional): Fixes the stream, alone or in any batch.
             prefill_step_size (int): Prompt tokens a forward.
             progress (callable, optional): ``progress(done, total)`` prompt tokens.
+            kv_bits (int, optional): Quantise the keys and values to this.
+            kv_group_size (int): Values that share a scale.
+            quantized_kv_start (int): Cached tokens from which on they are quantised.
+                No round crosses that point, so it is exactly where ``mlx_lm`` has it.
 
         Raises:
             ValueError: An argument is out of range.
@@ -135,11 +143,10 @@ class SpeculativeDecoder:
             )
         turns = None if caches is None else self._turns
         caches = self.target.make_cache() if caches is None else caches
-        classify(caches, self.target.adapters)
         refuse_taken(caches)
         greedy = params.greedy or sampler is not None
         stream = Stream(
-            self._round(greedy, order, draft_params.filter_order),
+            partial(self._round, greedy, order, draft_params.filter_order),
             _check_prompt(prompt, self.target.vocab_size),
             caches,
             shaper,
@@ -152,6 +159,9 @@ class SpeculativeDecoder:
             seed=seed,
             prefill_step_size=prefill_step_size,
             progress=progress,
+            quantisation=_check_quantisation(
+                caches, kv_bits, kv_group_size, quantized_kv_start
+            ),
         )
         return SpeculativeIterator(stream)
 
@@ -167,10 +177,9 @@ class SpeculativeDecoder:
 
         The arguments and errors are those of ``stream``.
         """
-        classify(caches, self.target.adapters)
         params = SamplingParams()
         Stream(
-            self._round(True, params.filter_order, params.filter_order),
+            partial(self._round, True, params.filter_order, params.filter_order),
             _check_prompt(tokens, self.target.vocab_size),
             caches,
             None,
@@ -200,24 +209,26 @@ class SpeculativeDecoder:
 
         Later snapshots are void once the caches are fed again.
         """
-        adapters = self.target.adapters
+        adapters = classify(caches, self.target.adapters)
         for adapter, cache, mark in zip(adapters, caches, snapshot.marks, strict=True):
             adapter.rewind(cache, mark)
         if snapshot.turn is not None:
             self._turns[caches[0]] = snapshot.turn
 
-    def _round(self, greedy: bool, order, draft_order) -> Round:
+    def _round(self, greedy: bool, order, draft_order, caches) -> Round:
+        adapters = classify(caches, self.target.adapters, self.depth + 1)
         # A compiled round has the weights of its trace as constants.
         tree = [self.target.weights(), self.drafter.weights()]
         weights = [x for _, x in tree_flatten(tree)]
         if list(map(id, weights)) != list(map(id, self._weights)):
             self._rounds, self._weights = {}, weights
-        key = (greedy, order, draft_order)
+        key = (greedy, order, draft_order, adapters)
         if key not in self._rounds:
             self._rounds[key] = Round(
                 self.target,
                 self.drafter,
                 self.depth,
+                adapters,
                 greedy=greedy,
                 filter_order=order,
                 draft_filter_order=draft_order,
@@ -284,3 +295,20 @@ def _check_prompt(prompt, vocab_size: int) -> mx.array:
             f"vocabulary of {vocab_size}."
         )
     return prompt.astype(mx.int32)
+
+
+def _check_quantisation(caches, bits, group_size, start) -> Quantisation | None:
+    if bits is None:
+        return None
+    if group_size < 1 or start < 0:
+        raise ValueError(
+            "kv_group_size must be positive and quantized_kv_start not negative but "
+            f"they are {group_size} and {start}."
+        )
+    for i, cache in enumerate(caches):
+        if type(cache).__name__ == "RotatingKVCache":
+            raise ValueError(
+                f"kv_bits cannot be used: prompt cache entry {i} is a RotatingKVCache, "
+                "which mlx_lm does not quantise."
+            )
+    return Quantisation(bits, group_size, start)

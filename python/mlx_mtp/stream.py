@@ -16,6 +16,7 @@ from .drafters.base import DrafterState
 from .round import Proposal, Round, RoundState
 from .sampling import stream_key
 from .shaping import Controller, Decision, RowShaper
+from .state import cached_tokens, newest
 from .telemetry import Telemetry
 
 MIN_BUCKET = 256
@@ -103,6 +104,15 @@ class Turn:
     hidden: mx.array | None  # (1, 1, H), the row of the newest token
 
 
+@dataclass(frozen=True)
+class Quantisation:
+    """Plain keys and values become quantised ones once ``start`` tokens are cached."""
+
+    bits: int
+    group_size: int
+    start: int
+
+
 # Caches that a running stream has taken apart.
 _TAKEN: WeakSet[Any] = WeakSet()
 
@@ -135,7 +145,7 @@ class Stream:
 
     def __init__(
         self,
-        round_: Round,
+        find_round: Callable[[list[Any]], Round],
         prompt: mx.array,
         caches: list[Any],
         shaper: RowShaper | None,
@@ -149,11 +159,13 @@ class Stream:
         seed: int | None,
         prefill_step_size: int,
         progress: Callable[[int, int], None] | None,
+        quantisation: Quantisation | None = None,
     ):
         self.telemetry = Telemetry()
-        self._round, self._target = round_, round_.target
-        self._drafter, self._adapters = round_.drafter, round_.target.adapters
+        self._find_round, self._round = find_round, find_round(caches)
+        self._target, self._drafter = self._round.target, self._round.drafter
         self._prompt, self._caches = prompt, caches
+        self._quantisation = quantisation
         self._shaper, self._controller = shaper, controller
         self._params, self._draft_params = params, draft_params
         self._turns = turns
@@ -203,6 +215,7 @@ class Stream:
             ahead = self._build(unread=True) if self._builds_ahead else None
             block = self._read(pending)
             tokens, last = self._cut(block.tokens)
+            last = last or self._length >= self._limit
             if not last:
                 pending = self._submit(ahead or self._build(unread=False))
             del ahead
@@ -266,6 +279,12 @@ class Stream:
         return self._traced and more and not near
 
     @property
+    def _limit(self) -> float:
+        """Cached tokens at which the caches that are apart have to be quantised."""
+        waits = any(hasattr(cache, "to_quantized") for cache in self._caches)
+        return self._quantisation.start if self._quantisation and waits else math.inf
+
+    @property
     def _free(self) -> float:
         """How many of the next tokens are certainly the model's own choice."""
         return math.inf if self._controller is None else self._controller.horizon()
@@ -302,10 +321,13 @@ class Stream:
 
     def _begin(self, total: int) -> Turn:
         """The turn in front of the prompt, an earlier one's if it left the caches."""
-        cached = max((getattr(c, "offset", 0) for c in self._caches), default=0)
+        cached = cached_tokens(self._caches)
+        turn = self._turns.get(self._caches[0]) if self._turns else None
+        if turn is not None and cached is None:
+            cached = turn.length
+        cached = cached or 0
         reserved = int(min(self._max_tokens, MAX_RESERVED))
         self._capacity = bucket(cached + total + reserved + 2 * self._round.width)
-        turn = self._turns.get(self._caches[0]) if self._turns and cached else None
         if turn is not None and turn.length == cached:
             state = turn.draft_state
             if state is not None:
@@ -339,8 +361,19 @@ class Stream:
         self._turn = Turn(
             length, mx.concatenate([turn.tokens, tokens]), draft_state, hidden
         )
+        self._quantise()
         mx.eval(self._cache_arrays(), draft_state, hidden)
         return out.logits[:, -1:]
+
+    def _quantise(self) -> None:
+        """Quantises the caches that have grown to the limit, as ``mlx_lm`` does."""
+        if self._limit > self._turn.length:
+            return
+        how = self._quantisation
+        for i, cache in enumerate(self._caches):
+            if hasattr(cache, "to_quantized"):
+                self._caches[i] = cache.to_quantized(how.group_size, how.bits)
+        self._round = self._find_round(self._caches)
 
     def _feed_unfed(self) -> mx.array:
         logits = self._feed(mx.array(self._unfed, mx.int32))
@@ -363,7 +396,7 @@ class Stream:
             draft_state = self._drafter.begin(turn.tokens[None], self._capacity)
         leaves = [
             adapter.adopt(cache, self._round.width, self._capacity)
-            for adapter, cache in zip(self._adapters, self._caches, strict=True)
+            for adapter, cache in zip(self._round.adapters, self._caches, strict=True)
         ]
         state, proposal = self._round.begin(
             leaves,
@@ -373,6 +406,7 @@ class Stream:
             self._keys,
             self._params,
             self._draft_params,
+            None if self._limit == math.inf else self._limit,
         )
         _TAKEN.update(self._caches)
         self._turn, self._state, self._block = None, state, None
@@ -389,9 +423,9 @@ class Stream:
         self._state = self._replayable = None
         _TAKEN.difference_update(self._caches)
         for i, (adapter, cache) in enumerate(
-            zip(self._adapters, self._caches, strict=True)
+            zip(self._round.adapters, self._caches, strict=True)
         ):
-            leaves = (behind and behind[i]) or state["leaves"][i]
+            leaves = newest(behind and behind[i], state["leaves"][i])
             adapter.release(
                 cache, leaves, block.length + steps, mx.array([steps], mx.int32)
             )
@@ -420,6 +454,7 @@ class Stream:
             hidden,
         )
         self._taken = []
+        self._quantise()
 
     def _close(self) -> None:
         if self._turns is None:
@@ -437,7 +472,7 @@ class Stream:
     def _cache_arrays(self):
         return [
             adapter.arrays(cache)
-            for adapter, cache in zip(self._adapters, self._caches, strict=True)
+            for adapter, cache in zip(self._round.adapters, self._caches, strict=True)
         ]
 
     # One round
@@ -495,7 +530,7 @@ class Stream:
         self._replayable = [
             adapter.replayable(leaves)
             for adapter, leaves in zip(
-                self._adapters, self._state["leaves"], strict=True
+                self._round.adapters, self._state["leaves"], strict=True
             )
         ]
         # The graph becomes the one owner of the old buffers and writes in place.

@@ -1,0 +1,82 @@
+"""What the adapters have in common: the protocol, positions and small helpers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+Leaves = Any  # a tree of arrays: a tuple, or a list with one entry a part of a cache
+
+
+class UnsupportedCache(ValueError):
+    """A prompt cache that cannot be rolled back. Raised before anything is written."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a round writes: arrays ``(B,)`` when traced, ``offset`` an int when not.
+
+    Args:
+        offset (array or int): Tokens in the cache.
+        steps (array): Rows of the previous round that were kept.
+        attended (int): Static length of the cache prefix that attention reads.
+    """
+
+    offset: mx.array | int
+    steps: mx.array
+    attended: int
+
+
+class Adapter(Protocol):
+    """Maps one class of cache to leaves and back. Equal ones do the same.
+
+    Attributes:
+        cache_class: The name of that class.
+    """
+
+    cache_class: str
+
+    def adopt(self, cache: Any, width: int, capacity: int) -> Leaves:
+        """Takes the arrays out of ``cache``, which is left empty.
+
+        ``width`` is the rows of a round, ``capacity`` the tokens to make room for.
+        """
+
+    def view(self, leaves: Leaves, position: Position) -> Any:
+        """What the model gets as its cache for one forward."""
+
+    def collect(self, view: Any) -> Leaves:
+        """The leaves after that forward."""
+
+    def grow(self, leaves: Leaves, capacity: int) -> Leaves:
+        """The same contents with room for ``capacity`` tokens."""
+
+    def replayable(self, leaves: Leaves) -> Leaves | None:
+        """What ``release`` needs of a round once the next one has been submitted.
+
+        ``None`` if the newest leaves will do. To keep other leaves would make the
+        next round copy them.
+        """
+
+    def release(self, cache: Any, leaves: Leaves, length: int, steps: mx.array) -> None:
+        """Puts ``length`` tokens back into ``cache``, ``steps`` of the last round."""
+
+    def arrays(self, cache: Any) -> Leaves:
+        """The arrays of ``cache``."""
+
+    def mark(self, cache: Any) -> Any:
+        """What ``rewind`` needs to bring ``cache`` back to what it holds now."""
+
+    def rewind(self, cache: Any, mark: Any) -> None:
+        """Brings ``cache`` back to an earlier point of what it holds."""
+
+
+def pad(x: mx.array, size: int, axis: int) -> mx.array:
+    """``x`` with zeros behind it up to ``size`` along ``axis``."""
+    if x.shape[axis] >= size:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return mx.pad(x, widths)
