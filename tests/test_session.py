@@ -208,13 +208,13 @@ def test_models_of_attention_and_of_sliding_windows(demo, mtp, window):
         )
         mx.eval(model.parameters())
     session = make((model, demo[1]), mtp, max_tokens=12)
-    kind = SpeculativeLoop if mtp and window is None else PlainLoop
+    kind = SpeculativeLoop if mtp else PlainLoop
     assert isinstance(session._loop, kind)
     _, second, third = conversation(
         session, (QUESTION, {}), ("Again.", {}), ("And again.", {})
     )
     assert second.usage.cached_tokens > 0
-    assert (third.usage.cached_tokens > 0) == (window != 40)
+    assert third.usage.cached_tokens > 0
 
 
 @pytest.mark.parametrize("mtp", ["auto", None])
