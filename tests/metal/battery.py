@@ -26,6 +26,25 @@ def sampling(machine, seed, dtypes=DTYPES):
             yield emulated.verify_draft(**case, dtype=dtype)
 
 
+def turns(machine, seed):
+    """One simdgroup for a chunk of many groups, and more chunks than lanes."""
+    rng = np.random.default_rng(7)
+    few = Host(machine, chunk=1024, threads=32, seed=seed)
+    case, _ = cases.verify_case(rng, "float32", 1032, {}, "temperature", 2, 2)
+    case["draft_tokens"] = case["draft_tokens"].astype(np.int32)
+    u = np.array([[0.7, 0], [0.1, 0.9]], np.float32)
+    for t in (1, 0.6):
+        yield few.verify_draft(**case, temperature=t)
+        yield few.sample(case["target"][:, 0].copy(), u, temperature=t)
+    # What counts lies in the second turn of a lane, or in both.
+    x = rng.normal(0, 1, (5, 17000)).astype(np.float32)
+    x[0, 9000], x[1, [300, 8500]], x[2, [300, 8500]] = 9, 9, [8, 9]
+    x[3, [300, 8500]], x[4, [300, 8500]] = [9, np.nan], [np.inf, 9]
+    many = Host(machine, chunk=256, threads=64, seed=seed)
+    for t in (0, 1):
+        yield many.sample(x, np.full((5, 2), 0.5, np.float32), temperature=t)
+
+
 def edges(machine, seed):
     """Unusable rows, empty residuals, and uniforms at and past every border."""
     emulated = Host(machine, chunk=256, threads=64, seed=seed)
@@ -36,9 +55,25 @@ def edges(machine, seed):
     draft[2, 0, 0] = np.inf
     tokens = np.array([[0], [0], [1], [300], [-1], [5]], np.int32)
     u = np.tile(np.array([1.5, 0.999, 0.999], np.float32), (6, 1))
-    for params in ({}, {"top_k": 9}):
+    temperature = np.array([1, np.inf, np.nan, -1, -0.0, 0.5])
+    for params in ({}, {"top_k": 9}, {"temperature": temperature}):
         yield emulated.verify_draft(x, tokens, draft, uniforms=u, **params)
-        yield emulated.sample(x[:, 0].copy(), u[:, 1:].copy(), **params)
+        for i in (0, 1):
+            yield emulated.sample(x[:, i].copy(), u[:, 1:].copy(), **params)
+    # Drafts without probability, and statistics of nothing.
+    x, draft = np.zeros((4, 2, 320)), np.zeros((4, 1, 320), np.float32)
+    draft[0, 0, 7] = -np.inf
+    known = np.tile(np.array([np.log(320), -np.inf, 1], np.float32), (4, 1, 1))
+    known[1:, 0, 2] = [0, np.nan, -1]
+    inputs = x.astype(np.float32), np.full((4, 1), 7, np.int32), draft
+    for options in ({}, {"draft_stats": known}, {"top_p": 0.5, "draft_stats": known}):
+        for coin in (0, 0.999):
+            u = np.full((4, 3), coin, np.float32)
+            yield emulated.verify_draft(*inputs, uniforms=u, **options)
+    # A mask that ends with the row.
+    words = rng.integers(0, 2**32, (2, 10), np.uint32)
+    u = np.full((2, 2), 0.5, np.float32)
+    yield emulated.sample(inputs[0][:2, 0].copy(), u, allowed=words)
     # Weights that are 0 after the last id that can be drawn, and before the first.
     x = np.full((4, 700), -np.inf, np.float32)
     x[:, [3, 299, 300, 420]] = 0
@@ -141,14 +176,17 @@ def commits(machine, seed):
 
 def replays(machine, seed, dtypes=DTYPES):
     rng = np.random.default_rng(3)
-    for i, dtype in enumerate(dtypes):
-        size = {"B": 2, "T": 3, "Hk": 1, "Hv": 2, "Dk": [128, 40, 200][i], "Dv": 5}
-        args = delta_case(rng, **size, dtype=dtype)
-        emulated = Host(machine, threads=64, seed=seed)
+    emulated = Host(machine, threads=64, seed=seed)
+    for i, Dk in enumerate([128, 40, 200]):
+        dtype = dtypes[i % len(dtypes)]
+        size = {"B": 2, "T": 3, "Hk": 2, "Hv": 4, "Dk": Dk, "Dv": 3}
+        args = delta_case(rng, **size, dtype=dtype) | {"steps": [2, 3 * (i % 2)]}
         yield emulated.gated_delta_replay(**args, dtype=dtype)
+        del args["q"]
+        yield [emulated.gated_delta_replay(**args, dtype=dtype)]
 
 
 def everything(machine, seed=0):
     """The outputs of all runs."""
-    parts = [sampling, edges, units, commits, replays]
+    parts = [sampling, turns, edges, units, commits, replays]
     return [np.asarray(x) for part in parts for run in part(machine, seed) for x in run]

@@ -40,8 +40,10 @@ def counting_emulator(folder):
     for path in [*host.METAL.glob("*.h"), *host.METAL.glob("*.metal")]:
         (folder / path.name).write_text(path.read_text())
     text = (folder / "row.h").read_text()
-    text, found = re.subn(r"(METAL_FUNC Eight load8\(.*?\{)", r"\1\n  ++loads;", text)
-    assert found == 1
+    text, found = re.subn(
+        r"(METAL_FUNC Eight load_aligned\(.*?\{)", r"\1 ++loads;", text
+    )
+    assert found == 2
     (folder / "row.h").write_text(
         text.replace("#pragma once", '#pragma once\nextern "C" unsigned long loads;')
     )
