@@ -26,7 +26,7 @@ LAYERS = [
     {"loading"},
     {"generation"},
     {"loops"},
-    {"session"},
+    {"session", "proof"},
     {"cli", "serve", "forge"},
     {"__main__"},
 ]

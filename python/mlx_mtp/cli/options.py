@@ -14,8 +14,7 @@ THINKING = {"on": True, "off": False, "auto": None}
 def add_decoding(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     add = parser.add_argument
     add("--model", default="demo", help="Folder or Hub id; demo is the embedded model.")
-    add("--depth", type=int, default=DEFAULT_DEPTH, help="Drafts a round.")
-    add("--drafter", choices=("mtp", "ngram"), default="mtp", help="What drafts.")
+    add_drafting(parser)
     add("--no-mtp", action="store_true", help="Plain decoding.")
     add("--temp", type=float, default=0.0, help="Temperature; 0 is greedy.")
     add("--top-p", type=float, default=1.0, help="Nucleus mass; 1 is off.")
@@ -32,6 +31,12 @@ def add_decoding(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     add("--thinking-budget", type=int, metavar="N", help="Most tokens of a thought.")
 
 
+def add_drafting(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--depth", type=int, default=DEFAULT_DEPTH, help="Drafts a round.")
+    add("--drafter", choices=("mtp", "ngram"), default="mtp", help="What drafts.")
+
+
 def sampler(args: argparse.Namespace) -> Sampler:
     return Sampler(
         SamplingParams(
@@ -44,7 +49,7 @@ def mtp(args: argparse.Namespace, model):
     """The ``mtp`` argument of ``stream_generate``."""
     if args.depth < 1:
         raise ValueError(f"--depth must be at least 1 but is {args.depth}.")
-    if args.no_mtp:
+    if getattr(args, "no_mtp", False):
         return None
     if args.drafter == "ngram":
         return NGramDrafter()

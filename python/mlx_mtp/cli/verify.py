@@ -1,0 +1,91 @@
+"""Prove that speculation changes nothing, on this model and machine.
+
+Greedy tokens are compared with mlx_lm's, sampled ones with plain decoding and with
+exact probabilities, and a biased round must be caught. Exit code 1 if anything fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+
+from tqdm import tqdm
+
+from ..generation import find_decoder
+from ..loading import load
+from ..proof import ALPHA, Report, Size, Subject, verify
+from . import options
+
+# Some are easy to draft for, some are not.
+PROMPTS = (
+    "What is 3757 + 4868?",
+    "Write a short story about a lighthouse.",
+    "Repeat this twice: the quick brown fox jumps over the lazy dog.",
+    "Why is the sky blue?",
+)
+TEXT = "What is "
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="demo", help="Folder or Hub id; demo is the embedded model.")
+    options.add_drafting(parser)
+    add("--prompt", action="append", help="A prompt of your own; may be repeated.")
+    add("--streams", type=int, default=Size.streams, help="Sampled streams a case.")
+    add("--batch", type=int, default=Size.batch, help="Streams at once.")
+    add("--tokens", type=int, default=Size.tokens, help="Greedy tokens a prompt.")
+    add("--json", metavar="FILE", help="Write the report here.")
+
+
+def run(args: argparse.Namespace) -> int:
+    for name in ("streams", "batch", "tokens"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be positive but is {getattr(args, name)}.")
+    model, tokenizer = load(args.model)
+    decoder = find_decoder(model, options.mtp(args, model), args.depth)
+    if decoder is None:
+        raise ValueError("The model has no MTP head. Try --drafter ngram.")
+    subject = Subject(
+        decoder.target,
+        decoder.drafter,
+        args.depth,
+        [_encode(tokenizer, prompt) for prompt in args.prompt or PROMPTS],
+        tokenizer.encode(TEXT),
+    )
+    track = partial(tqdm, leave=False)
+    report = verify(
+        subject,
+        Size(args.tokens, args.streams, args.batch),
+        lambda jobs, label: track(jobs, desc=label),
+    )
+    print("\n".join(lines(report)))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(report.to_dict(), file, indent=1)
+    return 0 if report.ok else 1
+
+
+def lines(report: Report) -> list[str]:
+    """The report for a person."""
+    out = []
+    for result in report.results:
+        line = f"{'ok  ' if result.ok else 'FAIL'} {result.name}: {result.line}"
+        if result.p_values:
+            line += f"; smallest p {min(result.p_values.values()):.2g}"
+        if result.tv is not None:
+            line += f"; would find a shift of {result.tv:.1%}"
+        out.append(line)
+    out.append(
+        f"{'Nothing differs' if report.ok else 'SOMETHING DIFFERS'}: "
+        f"{len(report.adjusted)} tests, Holm-corrected at {ALPHA:g}. A shift is a "
+        "distance in total variation that is found 99 times of 100."
+    )
+    return out
+
+
+def _encode(tokenizer, prompt: str) -> list[int]:
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(prompt)
+    message = {"role": "user", "content": prompt}
+    return tokenizer.apply_chat_template([message], add_generation_prompt=True)
