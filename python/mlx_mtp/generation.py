@@ -32,6 +32,7 @@ from .thinking import ControllerProcessor, make_budget, reasoning_config
 
 DEFAULT_DEPTH = 3
 
+Depth = int | Literal["adaptive"]
 MTP = None | Literal["auto"] | int | Drafter | SpeculativeDecoder
 
 
@@ -148,7 +149,9 @@ def stream_generate(
             tokens, in every mode. An int is that limit for the thoughts of this model,
             with one token of ``max_tokens`` kept for the answer; a ``ThinkingBudget``
             serves one stream.
-        num_draft_tokens (int): Depth for ``"auto"`` and a ``Drafter``. Default: ``3``.
+        num_draft_tokens (int or str): Depth for ``"auto"`` and a ``Drafter``;
+            ``"adaptive"`` chooses it round by round, see ``SpeculativeDecoder``.
+            Default: ``3``.
         sampler: Any ``mlx_lm`` sampler. One of ``mlx_mtp.make_sampler`` gives ratio
             acceptance.
         logits_processors: As in ``mlx_lm``; see ``mlx_mtp.shaping`` for
@@ -238,13 +241,13 @@ class _Decoders:
         self.head = head and MTPHeadDrafter(head.head, self.target)
         self.made: dict[tuple, SpeculativeDecoder] = {}
 
-    def get(self, drafter: Drafter, depth: int) -> SpeculativeDecoder:
+    def get(self, drafter: Drafter, depth: Depth) -> SpeculativeDecoder:
         if (drafter, depth) not in self.made:
             self.made[drafter, depth] = SpeculativeDecoder(self.target, drafter, depth)
         return self.made[drafter, depth]
 
 
-def find_decoder(model, mtp: MTP, depth: int) -> SpeculativeDecoder | None:
+def find_decoder(model, mtp: MTP, depth: Depth) -> SpeculativeDecoder | None:
     """The decoder that ``mtp`` asks for; None if "auto" finds no head."""
     if isinstance(mtp, SpeculativeDecoder):
         return mtp

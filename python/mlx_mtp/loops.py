@@ -14,7 +14,7 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-from .generation import MTP, drawing, find_decoder
+from .generation import MTP, Depth, drawing, find_decoder
 from .shaping import Controller, Processor
 from .speculative import SpeculativeDecoder, Step
 from .state import UnsupportedCache, classify
@@ -54,7 +54,7 @@ class Loop(Protocol):
         """As ``SpeculativeDecoder.stream``. ``progress`` may raise to stop it."""
 
 
-def find_loop(model, mtp: MTP, depth: int, sampler) -> Loop:
+def find_loop(model, mtp: MTP, depth: Depth, sampler) -> Loop:
     """The loop that ``mtp`` asks for, as ``stream_generate`` chooses it."""
     decoder = None if mtp is None else find_decoder(model, mtp, depth)
     if decoder is not None and _adapters(decoder.target) is not None:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .generation import DEFAULT_DEPTH, MTP
+from .generation import DEFAULT_DEPTH, MTP, Depth
 from .grammar import (
     Constraint,
     GrammarProcessor,
@@ -146,7 +146,7 @@ class Session:
         tools: Sequence[Mapping[str, Any]] | None = None,
         reasoning: ReasoningConfig | str | None = None,
         mtp: MTP = "auto",
-        num_draft_tokens: int = DEFAULT_DEPTH,
+        num_draft_tokens: Depth = DEFAULT_DEPTH,
         sampler=None,
         max_tokens: int = 1024,
     ):

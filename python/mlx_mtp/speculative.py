@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from .adaptive import Acceptance, AdaptiveDepth, Costs, FixedDepth, Pace
 from .drafters import DrafterMismatch
 from .round import Round
 from .sampling import SamplingParams
@@ -29,6 +31,9 @@ __all__ = [
 ]
 
 
+MAX_ADAPTIVE = 8  # the deepest that "adaptive" goes
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """A prompt cache at one point, made by ``SpeculativeDecoder.snapshot``."""
@@ -38,7 +43,7 @@ class Snapshot:
 
 
 class SpeculativeDecoder:
-    """Speculative decoding of one target by one drafter, at one depth.
+    """Speculative decoding of one target by one drafter.
 
     It holds the compiled rounds, so make it once and decode many streams with it,
     from any thread. Weights that are replaced are noticed at the next stream; a
@@ -49,19 +54,25 @@ class SpeculativeDecoder:
     Args:
         target (Target): The model.
         drafter (Drafter): Proposes tokens.
-        depth (int): Drafts a round, 1 to ``drafter.max_depth``.
+        depth (int or str): Drafts a round, 1 to ``drafter.max_depth``; ``"adaptive"``
+            chooses it round by round from acceptance and speed, plain decoding
+            included. Then the tokens of a sampled stream depend on time, not on its
+            seed alone; their distribution does not.
+        costs (dict, optional): Seconds of a round by depth, for ``"adaptive"``.
 
     Raises:
         ValueError: The depth is out of range.
         DrafterMismatch: The drafter does not fit the target.
     """
 
-    def __init__(self, target, drafter, depth: int = 3):
-        if int(depth) != depth or not 1 <= depth <= drafter.max_depth:
-            raise ValueError(
-                f"depth must be in [1, {drafter.max_depth}] for the {drafter.name} "
-                f"drafter but is {depth}."
-            )
+    def __init__(
+        self,
+        target,
+        drafter,
+        depth: int | Literal["adaptive"] = 3,
+        costs: Mapping[int, float] | None = None,
+    ):
+        _check_depth(depth, drafter)
         if drafter.needs_hidden and target.hidden_size is None:
             raise DrafterMismatch(
                 f"The {drafter.name} drafter reads hidden rows, which a "
@@ -69,6 +80,8 @@ class SpeculativeDecoder:
             )
         drafter.check(target)
         self.target, self.drafter, self.depth = target, drafter, depth
+        self._costs: dict[bool, Costs] = defaultdict(lambda: Costs(costs))
+        self._acceptance: dict[bool, Acceptance] = defaultdict(Acceptance)
         self._rounds: dict[tuple, Round] = {}
         self._weights: list[mx.array] = []
         self._turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
@@ -147,6 +160,7 @@ class SpeculativeDecoder:
         greedy = params.greedy or sampler is not None
         stream = Stream(
             partial(self._round, greedy, order, draft_params.filter_order),
+            self._pace(greedy, shaper is None),
             _check_prompt(prompt, self.target.vocab_size),
             caches,
             shaper,
@@ -180,6 +194,7 @@ class SpeculativeDecoder:
         params = SamplingParams()
         Stream(
             partial(self._round, True, params.filter_order, params.filter_order),
+            FixedDepth(1),
             _check_prompt(tokens, self.target.vocab_size),
             caches,
             None,
@@ -215,19 +230,32 @@ class SpeculativeDecoder:
         if snapshot.turn is not None:
             self._turns[caches[0]] = snapshot.turn
 
-    def _round(self, greedy: bool, order, draft_order, caches) -> Round:
-        adapters = classify(caches, self.target.adapters, self.depth + 1)
+    def _pace(self, greedy: bool, plain: bool) -> Pace:
+        """Says the depth of a stream's rounds, and whether it may be plain."""
+        if self.depth != "adaptive":
+            return FixedDepth(self.depth)
+        return AdaptiveDepth(
+            self._costs[greedy],
+            min(MAX_ADAPTIVE, self.drafter.max_depth),
+            0 if plain else 1,
+            self._acceptance[greedy],
+        )
+
+    def _round(
+        self, greedy: bool, order, draft_order, depth: int, caches: list[Any]
+    ) -> Round:
+        adapters = classify(caches, self.target.adapters, depth + 1)
         # A compiled round has the weights of its trace as constants.
         tree = [self.target.weights(), self.drafter.weights()]
         weights = [x for _, x in tree_flatten(tree)]
         if list(map(id, weights)) != list(map(id, self._weights)):
             self._rounds, self._weights = {}, weights
-        key = (greedy, order, draft_order, adapters)
+        key = (depth, greedy, order, draft_order, adapters)
         if key not in self._rounds:
             self._rounds[key] = Round(
                 self.target,
                 self.drafter,
-                self.depth,
+                depth,
                 adapters,
                 greedy=greedy,
                 filter_order=order,
@@ -237,7 +265,7 @@ class SpeculativeDecoder:
 
 
 def speculative_step(
-    prompt, target, drafter, *, depth: int = 3, **options
+    prompt, target, drafter, *, depth: int | Literal["adaptive"] = 3, **options
 ) -> SpeculativeIterator:
     """Decodes one stream without ``mlx_lm``.
 
@@ -277,6 +305,20 @@ class SpeculativeIterator(Iterator[Step]):
     def close(self) -> None:
         """Ends the stream where the caller is and gives the caches back."""
         self._steps.close()
+
+
+def _check_depth(depth, drafter) -> None:
+    if depth == "adaptive":
+        return
+    if (
+        not isinstance(depth, (int, float))
+        or int(depth) != depth
+        or (not 1 <= depth <= drafter.max_depth)
+    ):
+        raise ValueError(
+            f"depth must be in [1, {drafter.max_depth}] for the {drafter.name} "
+            f"drafter, or 'adaptive', but is {depth!r}."
+        )
 
 
 def _check_prompt(prompt, vocab_size: int) -> mx.array:

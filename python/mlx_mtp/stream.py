@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -11,16 +12,23 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import mlx.core as mx
 
+from .adaptive import Pace
 from .drafters import Drafts
 from .drafters.base import DrafterState
 from .round import Proposal, Round, RoundState
-from .sampling import stream_key
+from .sampling import split_keys, stream_key, uniforms
 from .shaping import Controller, Decision, RowShaper
 from .state import cached_tokens, newest
 from .telemetry import Telemetry
 
 MIN_BUCKET = 256
 MAX_RESERVED = 1024  # tokens of a stream that get their cache slots at the start
+
+
+_UNUSABLE = (
+    "The logits of the model or of the drafter have NaN, +inf or nothing to choose "
+    "from, in the round for position {}. The prompt cache holds every emitted token."
+)
 
 
 class UnusableLogits(RuntimeError):
@@ -145,7 +153,8 @@ class Stream:
 
     def __init__(
         self,
-        find_round: Callable[[list[Any]], Round],
+        find_round: Callable[[int, list[Any]], Round],
+        pace: Pace,
         prompt: mx.array,
         caches: list[Any],
         shaper: RowShaper | None,
@@ -162,7 +171,8 @@ class Stream:
         quantisation: Quantisation | None = None,
     ):
         self.telemetry = Telemetry()
-        self._find_round, self._round = find_round, find_round(caches)
+        self._find_round, self._pace = find_round, pace
+        self._round = find_round(max(pace.depth, 1), caches)
         self._target, self._drafter = self._round.target, self._round.drafter
         self._prompt, self._caches = prompt, caches
         self._quantisation = quantisation
@@ -189,6 +199,7 @@ class Stream:
         self._taken: list[int] = []  # since then
         self._last = -1  # the newest of all
         self._earlier = 0  # of those in the caches, tokens of earlier streams
+        self._read_at = 0.0  # when the host last read the device
 
     def run(self) -> Iterator[Step]:
         try:
@@ -199,23 +210,33 @@ class Stream:
                     return
                 if self._unfed:
                     logits = self._feed_unfed()
-                yield from self._rounds(self._adopt(logits))
+                if self._pace.depth:
+                    self._round = self._find_round(self._pace.depth, self._caches)
+                    yield from self._rounds(self._adopt(logits))
+                else:
+                    logits = yield from self._plain(logits)
                 if self._ended:
                     return
-                self._pause()
+                if self._state is not None:
+                    self._pause()
         finally:
             with self.telemetry.phase("close"):
                 self._close()
 
     def _rounds(self, pending: _Pending) -> Iterator[Step]:
-        """Emits rounds until the stream ends or its controller forces tokens."""
+        """Emits rounds until the stream ends, its controller forces tokens, or another
+        depth is due."""
         while True:
             # The next round is built while this one runs, and submitted once this
             # one is known not to be the last.
             ahead = self._build(unread=True) if self._builds_ahead else None
             block = self._read(pending)
             tokens, last = self._cut(block.tokens)
-            last = last or self._length >= self._limit
+            last = (
+                last
+                or self._length >= self._limit
+                or self._pace.depth != self._round.depth
+            )
             if not last:
                 pending = self._submit(ahead or self._build(unread=False))
             del ahead
@@ -225,6 +246,75 @@ class Stream:
                 yield self._take(token, i < block.accepted, partial(block.row, i))
             if last:
                 return
+
+    def _plain(self, logits: mx.array) -> Iterator[Step]:
+        """Emits one token a forward until drafts are due; the logits behind the last.
+
+        A forward is submitted before the token in front of it is read, as in
+        ``mlx_lm``. The caches stay whole.
+        """
+        fed: list[int] = []
+        hidden: list[mx.array] = []
+        drawn = self._draw(logits)
+        mx.async_eval(drawn)
+        _TAKEN.update(self._caches)
+        try:
+            while True:
+                marks = self._mark()
+                more = self.telemetry.emitted + 1 < self._max_tokens
+                if more:
+                    self.telemetry.target_calls += 1
+                    out = self._target.prefill(mx.maximum(drawn, 0), self._caches)
+                    self._quantise(self._turn.length + len(fed) + 1)
+                    following = self._draw(out.logits[:, -1:])
+                    mx.async_eval(following, out.logits)
+                token = drawn.item()
+                if token < 0:
+                    self._rewind(marks)
+                    raise UnusableLogits(_UNUSABLE.format(self._turn.length + len(fed)))
+                self.telemetry.count_depth(0)
+                self._pace.add(0, self._since_read())
+                if more:
+                    fed.append(token)
+                    hidden.append(out.hidden)
+                else:
+                    self._unfed = [token]
+                _, last = self._cut([token])
+                yield self._take(token, False, partial(_row, logits, 0))
+                if last or self._pace.depth:
+                    return out.logits[:, -1:] if more else None
+                drawn, logits = following, out.logits
+        finally:
+            _TAKEN.difference_update(self._caches)
+            if fed:
+                rows = mx.concatenate(hidden, axis=1) if hidden[0] is not None else None
+                self._advance(mx.array(fed, mx.int32), rows)
+
+    def _draw(self, logits: mx.array) -> mx.array:
+        """The token ``(1, 1)`` behind a row of logits, -1 if there is none."""
+        coins = None
+        if not self._round.greedy:
+            self._keys, now = split_keys(self._keys)
+            coins = uniforms(now, 2)
+        drafts = Drafts(mx.zeros((1, 0), mx.int32))
+        proposal = Proposal(drafts, None, coins, self._keys)
+        return self._round.accept({"params": self._params}, proposal, logits)[0]
+
+    def _mark(self) -> list:
+        return [
+            a.mark(c) for a, c in zip(self._round.adapters, self._caches, strict=True)
+        ]
+
+    def _rewind(self, marks: list) -> None:
+        for adapter, cache, mark in zip(
+            self._round.adapters, self._caches, marks, strict=True
+        ):
+            adapter.rewind(cache, mark)
+
+    def _since_read(self) -> float:
+        """Seconds since the host read the device before."""
+        before, self._read_at = self._read_at, time.perf_counter()
+        return self._read_at - before
 
     def _force(self) -> Iterator[Step]:
         """Emits what the controller forces. It is fed afterwards, all at once."""
@@ -327,7 +417,8 @@ class Stream:
             cached = turn.length
         cached = cached or 0
         reserved = int(min(self._max_tokens, MAX_RESERVED))
-        self._capacity = bucket(cached + total + reserved + 2 * self._round.width)
+        spare = 2 * (self._pace.max_depth + 1)
+        self._capacity = bucket(cached + total + reserved + spare)
         if turn is not None and turn.length == cached:
             state = turn.draft_state
             if state is not None:
@@ -339,19 +430,25 @@ class Stream:
         return Turn(cached, self._prompt[:0], state, None)
 
     def _feed(self, tokens: mx.array) -> mx.array:
-        """Feeds tokens through the caches in one forward; the last row's logits.
+        """Feeds tokens through the caches in one forward; the last row's logits."""
+        out = self._target.prefill(tokens[None], self._caches)
+        self._advance(tokens, out.hidden)
+        self._quantise(self._turn.length)
+        mx.eval(self._cache_arrays(), self._turn.draft_state, self._turn.hidden)
+        return out.logits[:, -1:]
+
+    def _advance(self, tokens: mx.array, rows: mx.array | None) -> None:
+        """Notes tokens ``(N,)`` that the caches now hold, with their hidden rows.
 
         The drafter gets each token with the hidden row in front of it.
         """
-        turn, rows = self._turn, tokens[None]
-        out = self._target.prefill(rows, self._caches)
-        length = turn.length + tokens.size
+        turn, length = self._turn, self._turn.length + tokens.size
         draft_state, hidden = turn.draft_state, None
         if draft_state is not None:
             draft_state = self._reserve(draft_state, length)
-            hidden, following, before = out.hidden[:, -1:], rows, out.hidden[:, :-1]
+            hidden, following, before = rows[:, -1:], tokens[None], rows[:, :-1]
             if turn.hidden is None:
-                following = rows[:, 1:]
+                following = following[:, 1:]
             else:
                 before = mx.concatenate([turn.hidden, before], axis=1)
             if following.shape[1]:
@@ -361,19 +458,16 @@ class Stream:
         self._turn = Turn(
             length, mx.concatenate([turn.tokens, tokens]), draft_state, hidden
         )
-        self._quantise()
-        mx.eval(self._cache_arrays(), draft_state, hidden)
-        return out.logits[:, -1:]
 
-    def _quantise(self) -> None:
+    def _quantise(self, length: int) -> None:
         """Quantises the caches that have grown to the limit, as ``mlx_lm`` does."""
-        if self._limit > self._turn.length:
+        if self._limit > length:
             return
         how = self._quantisation
         for i, cache in enumerate(self._caches):
             if hasattr(cache, "to_quantized"):
                 self._caches[i] = cache.to_quantized(how.group_size, how.bits)
-        self._round = self._find_round(self._caches)
+        self._round = self._find_round(self._round.depth, self._caches)
 
     def _feed_unfed(self) -> mx.array:
         logits = self._feed(mx.array(self._unfed, mx.int32))
@@ -556,13 +650,12 @@ class Stream:
         block = _Block(self._length, fed, accepted, tokens[: accepted + 1], row)
         self._block, self._replayable = block, None
         if accepted < 0:
-            raise UnusableLogits(
-                "The logits of the model or of the drafter have NaN, +inf or nothing "
-                f"to choose from, in the round for position {block.length + fed}. The "
-                "prompt cache holds every emitted token."
-            )
+            raise UnusableLogits(_UNUSABLE.format(block.length + fed))
         self._length += fed + accepted
+        seconds = self._since_read()
         if fed:
+            self.telemetry.count_depth(self._round.depth)
+            self._pace.add(accepted, seconds)
             self.telemetry.count_round(drafted, accepted)
         return block
 

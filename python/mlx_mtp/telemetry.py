@@ -25,6 +25,7 @@ class Telemetry:
         draft_calls (int): Forwards of the drafter in these.
         reached_at, accepted_at (list[int]): By position in the block: rounds whose
             drafts before it were all accepted, and those that accepted it too.
+        depths (dict[int, int]): Rounds by depth; 0 is tokens of plain decoding.
         seconds (dict[str, float]): Host wall time by phase: ``prefill``; ``build``
             (graph of the next round); ``submit`` (its hand-over, which waits on a
             CPU); ``wait`` (for the round being read); ``shape`` (host-side processors
@@ -42,6 +43,7 @@ class Telemetry:
     draft_calls: int = 0
     reached_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    depths: dict[int, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     fallback: str | None = None
 
@@ -76,6 +78,10 @@ class Telemetry:
             for i in range(n):
                 counts[i] += 1
 
+    def count_depth(self, depth: int) -> None:
+        """Counts one round of this depth, or one token of plain decoding."""
+        self.depths[depth] = self.depths.get(depth, 0) + 1
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the wall time of a block to ``seconds[name]``."""
@@ -99,6 +105,7 @@ class Telemetry:
             "acceptance_rate": self.acceptance_rate,
             "tokens_per_round": self.tokens_per_round,
             "acceptance_by_position": self.acceptance_by_position,
+            "depths": dict(sorted(self.depths.items())),
             "seconds": dict(self.seconds),
             "fallback": self.fallback,
         }

@@ -33,8 +33,18 @@ def add_decoding(parser: argparse.ArgumentParser, max_tokens: int) -> None:
 
 def add_drafting(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--depth", type=int, default=DEFAULT_DEPTH, help="Drafts a round.")
+    add(
+        "--depth",
+        type=depth,
+        default=DEFAULT_DEPTH,
+        help="Drafts a round; adaptive chooses round by round.",
+    )
     add("--drafter", choices=("mtp", "ngram"), default="mtp", help="What drafts.")
+
+
+def depth(text: str) -> int | str:
+    """A number of drafts, or ``adaptive``."""
+    return text if text == "adaptive" else int(text)
 
 
 def sampler(args: argparse.Namespace) -> Sampler:
@@ -47,12 +57,14 @@ def sampler(args: argparse.Namespace) -> Sampler:
 
 def mtp(args: argparse.Namespace, model):
     """The ``mtp`` argument of ``stream_generate``."""
-    if args.depth < 1:
+    if args.depth != "adaptive" and args.depth < 1:
         raise ValueError(f"--depth must be at least 1 but is {args.depth}.")
     if getattr(args, "no_mtp", False):
         return None
     if args.drafter == "ngram":
         return NGramDrafter()
+    if args.depth == "adaptive":
+        return "auto"
     return args.depth if getattr(model, "mtp_head", None) else "auto"
 
 

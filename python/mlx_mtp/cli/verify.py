@@ -42,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("streams", "batch", "tokens"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be positive but is {getattr(args, name)}.")
+    if args.depth == "adaptive":
+        raise ValueError("--depth must be a number: every depth is proved by itself.")
     model, tokenizer = load(args.model)
     decoder = find_decoder(model, options.mtp(args, model), args.depth)
     if decoder is None:

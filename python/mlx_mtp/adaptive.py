@@ -1,0 +1,194 @@
+"""How many drafts the next round should have, from what earlier rounds gave and cost.
+
+A round of depth K emits ``1 + a1 + a1 a2 + ...`` tokens, with ``ai`` the acceptance
+at position i, and takes ``c(K)`` seconds; depth 0 is plain decoding. The policy goes
+to the depth with the most tokens a second. It reads nothing of a round that has not
+ended, so the tokens keep their distribution.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
+
+KEPT = 16  # newest measurements of a cost
+FORGET = 0.97  # a round's weight against the next one's
+FADE = 0.3
+PRIOR = (0.8, 2.0)  # acceptance before anything is known, and its weight in rounds
+START = 3  # the first depth, when no cost is known
+GAIN = 1.03  # another depth has to be this much better
+PATIENCE = 2  # rounds in a row
+SETTLE = 2  # rounds of a new depth that do not count: they compile
+PROBE = 4  # rounds with drafts that interrupt plain decoding
+WAIT, MAX_WAIT = 48, 512  # plain tokens in front of such a probe
+
+
+class Pace(Protocol):
+    """Says how many drafts the next round of a stream has.
+
+    Attributes:
+        depth: That number; 0 is plain decoding.
+        max_depth: The largest it may be.
+    """
+
+    depth: int
+    max_depth: int
+
+    def add(self, accepted: int, seconds: float) -> None:
+        """Takes a round of ``depth`` drafts, or a token of plain decoding."""
+
+
+class FixedDepth:
+    """The same depth for every round."""
+
+    def __init__(self, depth: int):
+        self.depth = self.max_depth = depth
+
+    def add(self, accepted: int, seconds: float) -> None:
+        """Changes nothing."""
+
+
+class Costs:
+    """Seconds of a round by depth: the median of the newest, a line elsewhere.
+
+    Args:
+        known (dict, optional): Seconds by depth, as ``mlx-mtp tune`` measured them.
+    """
+
+    def __init__(self, known: Mapping[int, float] | None = None):
+        self._seconds: dict[int, deque[float]] = {}
+        for depth, seconds in (known or {}).items():
+            self.add(int(depth), seconds)
+
+    def add(self, depth: int, seconds: float) -> None:
+        self._seconds.setdefault(depth, deque(maxlen=KEPT)).append(seconds)
+
+    def __contains__(self, depth: int) -> bool:
+        return depth in self._seconds
+
+    def __call__(self, depth: int) -> float:
+        if depth in self._seconds:
+            return statistics.median(self._seconds[depth])
+        # Through the two measured depths that are nearest, plain decoding last.
+        near = sorted(self._seconds, key=lambda d: (d == 0, abs(d - depth)))[:2]
+        if not near:
+            return 1.0
+        if len(near) == 1:
+            return self(near[0]) * (1 + 0.1 * (depth - near[0]) / (1 + near[0]))
+        a, b = near
+        slope = max((self(b) - self(a)) / (b - a), 0.0)
+        return max(self(a) + slope * (depth - a), 1e-9)
+
+
+class Acceptance:
+    """Acceptance by position, the newest rounds first."""
+
+    def __init__(self):
+        self._reached: list[float] = []
+        self._accepted: list[float] = []
+
+    def add(self, depth: int, accepted: int) -> None:
+        """Takes a round. A slot without a draft counts as one that was rejected."""
+        reached = min(depth, accepted + 1)
+        for counts, n in ((self._reached, reached), (self._accepted, accepted)):
+            counts.extend([0.0] * (depth - len(counts)))
+            for i, count in enumerate(counts):
+                counts[i] = FORGET * count + (i < n)
+
+    def fade(self) -> None:
+        """Makes what is known count less: it was a while ago."""
+        self._reached = [FADE * x for x in self._reached]
+        self._accepted = [FADE * x for x in self._accepted]
+
+    def at(self, position: int) -> float:
+        """Of drafts there whose predecessors were accepted; the prior is the position
+        in front."""
+        rate, weight = PRIOR
+        for reached, accepted in zip(
+            self._reached[: position + 1], self._accepted, strict=False
+        ):
+            rate = (accepted + weight * rate) / (reached + weight)
+        return rate
+
+    def tokens(self, depth: int) -> float:
+        """Expected tokens of a round."""
+        total = chain = 1.0
+        for position in range(depth):
+            chain *= self.at(position)
+            total += chain
+        return total
+
+
+class AdaptiveDepth:
+    """The depth of the rounds of one stream.
+
+    Args:
+        costs (Costs): Of the model and machine; shared by streams, and kept up to date.
+        max_depth (int): The deepest it may choose.
+        min_depth (int): 1 if the stream cannot be decoded plainly.
+        acceptance (Acceptance, optional): Of earlier streams; kept up to date.
+
+    ``depth`` is what the next round should have. Call ``add`` after every round.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        max_depth: int,
+        min_depth: int = 0,
+        acceptance: Acceptance | None = None,
+    ):
+        self.costs, self.acceptance = costs, acceptance or Acceptance()
+        self.acceptance.fade()
+        self.max_depth, self.min_depth = max_depth, min_depth
+        # The cost of plain decoding comes first: everything is compared with it.
+        self.depth = min_depth if min_depth not in costs else self._best()
+        self._rounds = self._better = 0  # at this depth; of those in favour of another
+        self._wait = WAIT
+
+    def add(self, accepted: int, seconds: float) -> None:
+        """Takes one round: how many drafts were accepted, and its seconds."""
+        self._rounds += 1
+        if self.depth:
+            self.acceptance.add(self.depth, accepted)
+        if self._rounds > SETTLE:
+            self.costs.add(self.depth, seconds)
+        self._choose()
+
+    def _choose(self) -> None:
+        if self.depth == 0:
+            if not self._measured:
+                if self._rounds >= SETTLE + PROBE:
+                    self._move(min(START, self.max_depth))
+            elif self._rounds >= self._wait:
+                self.acceptance.fade()
+                self._move(self._best(first=1))
+            return
+        best = self._best()
+        if self._rounds < SETTLE + PROBE:
+            return
+        gain = self._rate(best) / self._rate(self.depth)
+        self._better = self._better + 1 if gain > GAIN else 0
+        if self._better >= PATIENCE:
+            if best == 0:
+                self._wait = min(2 * self._wait, MAX_WAIT)
+            self._move(best)
+        elif self._rounds > 4 * PROBE:
+            self._wait = WAIT  # drafts pay here
+
+    @property
+    def _measured(self) -> bool:
+        """Whether a round with drafts was ever measured."""
+        return any(depth in self.costs for depth in range(1, self.max_depth + 1))
+
+    def _best(self, first: int | None = None) -> int:
+        first = self.min_depth if first is None else first
+        return max(range(first, self.max_depth + 1), key=self._rate)
+
+    def _rate(self, depth: int) -> float:
+        return self.acceptance.tokens(depth) / self.costs(depth)
+
+    def _move(self, depth: int) -> None:
+        self.depth, self._rounds, self._better = depth, 0, 0

@@ -1,0 +1,244 @@
+"""Adaptive depth: the tokens stay exact, and the policy finds the depth that pays."""
+
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from test_exactness import ALPHA, TARGET, V, shaped, transition_p_value
+from tiny import (
+    StatelessDrafter,
+    TableDrafter,
+    plain_tokens,
+    random_prompt,
+)
+
+from mlx_mtp.adaptive import PRIOR, Acceptance, AdaptiveDepth, Costs, FixedDepth
+from mlx_mtp.drafters import Drafts, NGramDrafter
+from mlx_mtp.sampling import SamplingParams
+from mlx_mtp.speculative import SpeculativeDecoder, UnusableLogits
+
+
+class Scripted:
+    """Takes the depths of a list in turn."""
+
+    max_depth = 6
+
+    def __init__(self, depths):
+        self.depths, self.depth, self.taken = depths, depths[0], 0
+
+    def add(self, accepted, seconds):
+        self.taken += 1
+        self.depth = self.depths[self.taken % len(self.depths)]
+
+
+def scripted(decoder, depths):
+    decoder._pace = lambda greedy, plain: Scripted(depths)
+    return decoder
+
+
+SCRIPTS = ([0], [1, 0], [3, 1, 0, 0, 2], [4, 4, 2, 2, 2], [0, 0, 0, 6, 6])
+
+
+@pytest.mark.parametrize("depths", SCRIPTS)
+def test_greedy_tokens_do_not_depend_on_the_depths(qwen_head, depths):
+    prompt = random_prompt(9, 128, 3)
+    expected = plain_tokens(qwen_head.target.model, prompt, 60)
+    decoder = SpeculativeDecoder(qwen_head.target, qwen_head.drafter, 3)
+    steps = scripted(decoder, depths).stream(prompt, max_tokens=60)
+    assert [step.token for step in steps] == expected
+    assert set(steps.telemetry.depths) <= set(depths)
+
+
+def test_the_head_has_the_same_drafts_after_plain_decoding(demo_parts):
+    """What it accepts behind a plain stretch is what it accepts without one."""
+    message = {"role": "user", "content": "What is 57 + 68?"}
+    prompt = demo_parts.tokenizer.apply_chat_template(
+        [message], add_generation_prompt=True
+    )
+    rates = []
+    for depths in ([2], [0] * 5 + [2, 2]):
+        decoder = SpeculativeDecoder(demo_parts.target, demo_parts.drafter, 2)
+        steps = scripted(decoder, depths).stream(prompt, max_tokens=60)
+        assert len(list(steps)) == 60
+        rates.append(steps.telemetry.acceptance_rate)
+    assert rates[0] > 0.9 and rates[1] > 0.9
+
+
+@pytest.mark.parametrize("depths", SCRIPTS)
+def test_a_stream_of_changing_depths_has_the_transitions_of_the_target(depths):
+    params = SamplingParams(0.7)
+    drafter = TableDrafter(mx.mean(TARGET.table, axis=0))
+    decoder = scripted(SpeculativeDecoder(TARGET, drafter, 3), depths)
+    steps = decoder.stream([0, 1], max_tokens=2500, seed=5, params=params)
+    tokens = np.array([0, 1] + [step.token for step in steps])
+    rows = np.array([shaped(row, params) for row in TARGET.table.reshape(-1, V)])
+    assert transition_p_value(tokens, rows.reshape(V, V, V)) > ALPHA
+
+
+def test_a_depth_that_knows_the_next_draft_is_found():
+    """Negative control: draft only where the drawn draft will be the likelier one."""
+
+    class Peeks(StatelessDrafter):
+        def propose(self, state, context):
+            logits = mx.broadcast_to(mx.log(mx.array([0.9, 0.1])), (1, 2))
+            token, stat = context.draw(logits, 0)
+            drafts = Drafts(token[:, None], logits[:, None], stat[:, None])
+            return drafts._replace(lengths=(token == 0).astype(mx.int32)), state
+
+    class Fair:
+        vocab_size, hidden_size, adapters = 2, None, []
+
+        def weights(self):
+            return ()
+
+        def make_cache(self):
+            return []
+
+        def prefill(self, tokens, caches):
+            from mlx_mtp.targets import TargetOutput
+
+            return TargetOutput(mx.zeros((*tokens.shape, 2)))
+
+        forward = prefill
+
+    decoder = SpeculativeDecoder(Fair(), Peeks(), 1)
+    params = SamplingParams(1.0)
+    steps = decoder.stream([0], max_tokens=3000, seed=1, params=params)
+    share = np.mean([step.token == 0 for step in steps])
+    assert abs(share - 0.5) > 4 * 0.5 / 3000**0.5
+
+
+@pytest.mark.parametrize("stop", range(1, 22, 3))
+@pytest.mark.parametrize("depths", [[0], [2, 0, 0, 3]])
+def test_caches_are_exact_wherever_a_stream_ends(qwen, qwen_head, depths, stop):
+    prompt = random_prompt(5, 128, 4)
+    truth = plain_tokens(qwen, prompt, 40)
+    for limit, closed in ((stop, False), (40, True)):
+        decoder = SpeculativeDecoder(qwen_head.target, qwen_head.drafter, 3)
+        caches = qwen_head.target.make_cache()
+        scripted(decoder, depths)
+        steps = decoder.stream(prompt, max_tokens=limit, caches=caches)
+        for _ in range(stop):
+            next(steps)
+        if closed:
+            steps.close()
+        assert list(steps) == []
+        more = decoder.stream(truth[stop : stop + 1], max_tokens=8, caches=caches)
+        # The emitted tokens are in the caches; the next prompt token follows them.
+        expected = plain_tokens(qwen, [*prompt, *truth[: stop + 1]], 8)
+        assert [step.token for step in more] == expected
+
+
+def test_unusable_logits_in_plain_decoding_leave_the_caches_exact():
+    class Breaks:
+        """Counts up; NaN behind token 6."""
+
+        def __init__(self, table):
+            self.inner = table
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def prefill(self, tokens, caches):
+            out = self.inner.prefill(tokens, caches)
+            ids = mx.arange(9)
+            logits = mx.where(ids == (tokens[..., None] + 1) % 9, 5.0, 0.0)
+            broken = (tokens == 6)[..., None]
+            return out._replace(logits=mx.where(broken, mx.nan, logits))
+
+        forward = prefill
+
+    from tiny import TableTarget
+
+    target = Breaks(TableTarget(mx.zeros((9, 9, 9))))
+    decoder = scripted(SpeculativeDecoder(target, NGramDrafter(), 2), [0])
+    caches = target.make_cache()
+    steps = decoder.stream([0, 1], caches=caches)
+    got = []
+    with pytest.raises(UnusableLogits):
+        for step in steps:
+            got.append(step.token)
+    assert got == [2, 3, 4, 5, 6]
+    assert caches[0].offset == 7
+    assert caches[0].keys[0, 0, :7, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_adaptive_decoding_counts_its_depths(demo_parts):
+    message = {"role": "user", "content": "What is 57 + 68?"}
+    prompt = demo_parts.tokenizer.apply_chat_template(
+        [message], add_generation_prompt=True
+    )
+    decoder = SpeculativeDecoder(demo_parts.target, demo_parts.drafter, "adaptive")
+    expected = plain_tokens(demo_parts.model, prompt, 80)
+    for _ in range(2):
+        steps = decoder.stream(prompt, max_tokens=80)
+        assert [step.token for step in steps] == expected
+    assert sum(steps.telemetry.depths.values()) >= steps.telemetry.rounds > 0
+    with pytest.raises(ValueError, match="adaptive"):
+        SpeculativeDecoder(demo_parts.target, demo_parts.drafter, "deep")
+
+
+# The policy, on made-up rounds.
+
+
+def replay(lengths, cost, pace):
+    """Seconds of a stream that would accept ``lengths[t]`` drafts at token t."""
+    at, seconds = 0, 0.0
+    while at < len(lengths):
+        depth = pace.depth
+        accepted = min(depth, lengths[at])
+        seconds += cost(depth)
+        at += accepted + 1
+        pace.add(accepted, cost(depth))
+        if depth and pace.depth != depth and at < len(lengths):
+            seconds, at = seconds + cost(0), at + 1  # the token between two depths
+    return seconds
+
+
+def lengths_of(rate, count, seed):
+    rng = random.Random(seed)
+    out = []
+    for _ in range(count):
+        n = 0
+        while n < 16 and rng.random() < rate:
+            n += 1
+        out.append(n)
+    return out
+
+
+@pytest.mark.parametrize("slope", [0.06, 0.2, 0.5])
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.8, 0.97])
+def test_the_policy_is_as_fast_as_the_best_fixed_depth(rate, slope):
+    def cost(depth):
+        return 1.0 if depth == 0 else 1.1 + slope * depth
+
+    costs, acceptance = Costs(), Acceptance()
+    ours = best = 0.0
+    for seed in range(6):
+        lengths = lengths_of(rate, 300, seed)
+        ours += replay(lengths, cost, AdaptiveDepth(costs, 8, 0, acceptance))
+        best += min(replay(lengths, cost, FixedDepth(depth)) for depth in range(9))
+    assert best / ours > 0.93
+
+
+def test_costs_are_medians_and_lines_between():
+    costs = Costs({0: 1.0, 2: 1.4, 4: 1.8})
+    assert costs(3) == pytest.approx(1.6) and costs(8) == pytest.approx(2.6)
+    for seconds in (1.0, 1.0, 99.0):
+        costs.add(2, seconds)
+    assert costs(2) == pytest.approx(1.2)
+    assert Costs()(3) == 1.0
+    assert Costs({1: 1.0, 2: 0.5})(5) == 0.5  # deeper is never taken to be cheaper
+
+
+def test_acceptance_by_position_forgets_and_counts_missing_drafts():
+    acceptance = Acceptance()
+    assert acceptance.at(0) == acceptance.at(5) == PRIOR[0]
+    for _ in range(400):
+        acceptance.add(3, 1)
+    assert acceptance.at(0) > 0.97 and acceptance.at(1) < 0.06
+    assert acceptance.tokens(3) == pytest.approx(2, abs=0.1)
+    for _ in range(400):
+        acceptance.add(3, 0)
+    assert acceptance.at(0) < 0.06
