@@ -9,6 +9,7 @@ from test_exactness import ALPHA, TARGET, V, shaped, transition_p_value
 from tiny import (
     StatelessDrafter,
     TableDrafter,
+    TableTarget,
     plain_tokens,
     random_prompt,
 )
@@ -17,6 +18,7 @@ from mlx_mtp.adaptive import PRIOR, Acceptance, AdaptiveDepth, Costs, FixedDepth
 from mlx_mtp.drafters import Drafts, NGramDrafter
 from mlx_mtp.sampling import SamplingParams
 from mlx_mtp.speculative import SpeculativeDecoder, UnusableLogits
+from mlx_mtp.targets import TargetOutput, as_target
 
 
 class Scripted:
@@ -96,8 +98,6 @@ def test_a_depth_that_knows_the_next_draft_is_found():
             return []
 
         def prefill(self, tokens, caches):
-            from mlx_mtp.targets import TargetOutput
-
             return TargetOutput(mx.zeros((*tokens.shape, 2)))
 
         forward = prefill
@@ -130,6 +130,16 @@ def test_caches_are_exact_wherever_a_stream_ends(qwen, qwen_head, depths, stop):
         assert [step.token for step in more] == expected
 
 
+@pytest.mark.parametrize("depths", [[0], [2, 0, 0, 3]])
+def test_quantised_caches_are_mlx_lms_at_every_depth(llama, depths):
+    prompt = random_prompt(5, 128, 4)
+    how = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14}
+    expected = plain_tokens(llama, prompt, 30, **how)
+    decoder = SpeculativeDecoder(as_target(llama), NGramDrafter(), 3)
+    steps = scripted(decoder, depths).stream(prompt, max_tokens=30, **how)
+    assert [step.token for step in steps] == expected
+
+
 def test_unusable_logits_in_plain_decoding_leave_the_caches_exact():
     class Breaks:
         """Counts up; NaN behind token 6."""
@@ -148,8 +158,6 @@ def test_unusable_logits_in_plain_decoding_leave_the_caches_exact():
             return out._replace(logits=mx.where(broken, mx.nan, logits))
 
         forward = prefill
-
-    from tiny import TableTarget
 
     target = Breaks(TableTarget(mx.zeros((9, 9, 9))))
     decoder = scripted(SpeculativeDecoder(target, NGramDrafter(), 2), [0])

@@ -548,7 +548,7 @@ class Stream:
             hidden,
         )
         self._taken = []
-        self._quantise()
+        self._quantise(self._turn.length)
 
     def _close(self) -> None:
         if self._turns is None:

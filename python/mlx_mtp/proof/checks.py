@@ -16,7 +16,7 @@ from ..drafters import Drafts
 from ..round import Round
 from ..sampling import SamplingParams
 from ..speculative import SpeculativeDecoder
-from ..state import Position
+from ..state import Position, classify
 from ..stream import bucket
 from . import statistics
 from .streams import Restricted, Streams, drafter_of, draw_plain
@@ -180,10 +180,11 @@ def _block(target, prompt, tokens) -> np.ndarray:
     caches, length, width = target.make_cache(), len(prompt), tokens.shape[1]
     mx.eval(target.prefill(mx.array([prompt]), caches).logits)
     attended = bucket(length + width)
+    adapters = classify(caches, target.adapters, width)
     position = Position(mx.array([length]), mx.zeros((1,), mx.int32), attended)
     views = [
         adapter.view(adapter.adopt(cache, width, attended), position)
-        for adapter, cache in zip(target.adapters, caches, strict=True)
+        for adapter, cache in zip(adapters, caches, strict=True)
     ]
     return np.array(target.forward(tokens, views).logits[0].astype(mx.float32))
 
@@ -238,6 +239,7 @@ def _round(target, drafter, depth, params, draft_params=None, kind=Round) -> Rou
         target,
         drafter,
         depth,
+        classify(target.make_cache(), target.adapters, depth + 1),
         greedy=False,
         filter_order=params.filter_order,
         draft_filter_order=(draft_params or params).filter_order,

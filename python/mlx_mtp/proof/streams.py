@@ -89,7 +89,7 @@ class Streams:
             )
         self.leaves = [
             adapter.adopt(cache, round_.width, self.attended)
-            for adapter, cache in zip(target.adapters, caches, strict=True)
+            for adapter, cache in zip(round_.adapters, caches, strict=True)
         ]
         self.logits = out.logits[:, -1:]
         mx.eval(self.leaves, self.draft_state, self.hidden, self.logits)
