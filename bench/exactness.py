@@ -9,6 +9,8 @@ ngram       the same of SmolLM2 with copied drafts, 8 prompts of 48 tokens
 sampled     the next three tokens of the demo model in 20,000 streams, drawn by the
             compiled round in batches, against their exact probabilities: chi-square,
             with its power and a biased round that must fail
+coupled     coupled streams of the demo, 50 prompts of 100 tokens: the same for plain
+            sampling by ``mlx_lm``, copied drafts and the head at depths 1 to 8
 acceptance  drafts of the demo's head against the numbers on its card, and a wrong
             hidden row, which must show
 
@@ -34,6 +36,7 @@ PARTS = {
     "greedy": "wheel",
     "ngram": "wheel",
     "sampled": "openblas",
+    "coupled": "wheel",
     "acceptance": "openblas",
 }
 
@@ -168,6 +171,58 @@ def sampled(results: Results, quick: bool) -> None:
             f"sampled {label}",
             lambda s=settings: check(subject, streams=streams, **s),
         )
+
+
+# Coupled streams
+
+SAMPLERS = (
+    {"temp": 1.0},
+    {"temp": 0.7, "top_p": 0.9},
+    {"temp": 1.5, "top_k": 30},
+    {"temp": 1.2, "min_p": 0.05},
+    {"temp": 2.0, "top_p": 0.95, "top_k": 100},
+)
+
+
+def coupled(results: Results, quick: bool) -> None:
+    from streams import Subject
+
+    subject = Subject("demo")
+    for i, (question, tools) in enumerate(prompts.mixed(2 if quick else 50, seed=3)):
+        prompt = subject.encode(question, tools, thinking=i % 2 == 0)
+        results.add(
+            f"coupled {i}",
+            lambda p=prompt, i=i: _coupled_row(subject, p, i, 20 if quick else 100),
+        )
+
+
+def _coupled_row(subject, prompt, seed: int, count: int) -> dict:
+    from mlx_mtp import NGramDrafter, make_sampler, stream_generate
+
+    options = SAMPLERS[seed % len(SAMPLERS)]
+
+    def tokens(mtp):
+        responses = stream_generate(
+            subject.model,
+            subject.tokenizer,
+            prompt,
+            count,
+            mtp=mtp,
+            num_draft_tokens=4,
+            sampler=make_sampler(**options, coupled=True),
+            seed=seed,
+        )
+        return [response.token for response in responses]
+
+    expected, arms = tokens(None), (NGramDrafter(), *range(1, 9))
+    wrong = [str(mtp) for mtp in arms if tokens(mtp) != expected]
+    return {
+        "ok": not wrong,
+        "sampler": options,
+        "tokens": len(expected),
+        "arms": len(arms),
+        "wrong": wrong,
+    }
 
 
 # Acceptance

@@ -434,4 +434,116 @@ NB_MODULE(_ext, m) {
             >>> tokens, accepted  # 0.5 < 0.9 is accepted, 0.5 < 0.2 is not
             (array([[0, 1, -1]], dtype=int32), array([1], dtype=int32))
       )pbdoc");
+  m.def(
+      "verify_coupled",
+      [](const mx::array& target_logits,
+         const mx::array& draft_tokens,
+         const mx::array& seed,
+         const mx::array& position,
+         const Param& temperature,
+         const Param& top_k,
+         const Param& top_p,
+         const Param& min_p,
+         const std::string& order,
+         const std::optional<mx::array>& draft_lengths,
+         const std::optional<mx::array>& allowed,
+         mx::StreamOrDevice s) {
+        SamplingParams params = {
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            temperature_first("verify_coupled", order)};
+        return verify_coupled(
+            target_logits,
+            draft_tokens,
+            seed,
+            position,
+            params,
+            draft_lengths,
+            allowed,
+            s);
+      },
+      "target_logits"_a,
+      "draft_tokens"_a,
+      nb::kw_only(),
+      "seed"_a,
+      "position"_a,
+      "temperature"_a = 1.0f,
+      "top_k"_a = 0,
+      "top_p"_a = 1.0f,
+      "min_p"_a = 0.0f,
+      "filter_order"_a = "temperature_first",
+      "draft_lengths"_a = nb::none(),
+      "allowed"_a = nb::none(),
+      "stream"_a = nb::none(),
+      nb::sig(
+          "def verify_coupled(target_logits: mlx.core.array, "
+          "draft_tokens: mlx.core.array, *, "
+          "seed: mlx.core.array, "
+          "position: mlx.core.array, "
+          "temperature: float | mlx.core.array = 1.0, "
+          "top_k: int | mlx.core.array = 0, "
+          "top_p: float | mlx.core.array = 1.0, "
+          "min_p: float | mlx.core.array = 0.0, "
+          "filter_order: str = 'temperature_first', "
+          "draft_lengths: mlx.core.array | None = None, "
+          "allowed: mlx.core.array | None = None, "
+          "stream: None | mlx.core.Stream | mlx.core.Device = None) "
+          "-> tuple[mlx.core.array, mlx.core.array, mlx.core.array]"),
+      R"pbdoc(
+        Accept the drafts that sampling without drafts would have emitted.
+
+        The token at position ``t`` is the argmax of ``z / temperature + G`` over the
+        shaped distribution of its row (see :func:`sample`), with Gumbel noise ``G``
+        that depends on ``seed``, ``t`` and the token id alone (Maddison et al. 2014,
+        "A* Sampling"). So it is a draw from that distribution, and the same one
+        whatever is drafted: a stream is a function of the model, the prompt and the
+        seed. A draft is accepted if it is that token. Drafts drawn by this op from
+        the drafter's logits, with the same seed and position, are accepted more
+        often than independent ones. With no drafts (``K = 0``) it is plain sampling.
+
+        ``G = -log(-log(1 - v))`` with ``v`` from the 64 bits that Threefry-2x32-20
+        with key ``seed[b]`` gives for the counter ``(t, id)``. Only tokens that
+        survive the filters get noise. Ties go to the lowest id; temperature 0 is the
+        argmax.
+
+        A sequence is flagged with ``accepted = -1``, and emits nothing, if a row up
+        to the first rejection is unusable as in :func:`sample`, or its length is
+        outside ``[0, K]``.
+
+        Dims: ``B`` sequences, ``K`` drafts, ``T = K + 1`` verified positions, ``V``
+        vocabulary.
+
+        Args:
+            target_logits (array): Shape ``(B, T, V)``, float32, float16 or
+              bfloat16 with any strides.
+            draft_tokens (array): Shape ``(B, K)``, any integer dtype.
+            seed (array): One key a sequence, shape ``(B, 2)``, uint32.
+            position (array): Of the first row's token, shape ``(B,)``, any integer
+              dtype. Row ``i`` is at ``position + i``.
+            temperature, top_k, top_p, min_p, filter_order: As in :func:`sample`.
+            draft_lengths (array, optional): Drafts of each sequence, shape
+              ``(B,)``, any integer dtype. Default: ``None``, ``K``.
+            allowed (array, optional): Bit mask of the target, shape
+              ``(B, T, (V + 31) // 32)``, as in :func:`sample`. Default: ``None``.
+            stream (Stream, optional): Stream or device. It runs on the CPU only.
+              Default: ``None``.
+
+        Returns:
+            tuple(array, array, array): Tokens, accepted and log-probabilities, as
+            :func:`verify_draft` returns them.
+
+        Raises:
+            ValueError: A shape, a dtype or a number does not fit.
+            RuntimeError: When it is evaluated on a GPU.
+
+        Example:
+            >>> logits = mx.log(mx.array([[[0.6, 0.4], [0.6, 0.4]]]))
+            >>> at = {"seed": mx.random.key(1)[None], "position": mx.array([7])}
+            >>> first, _, _ = verify_coupled(logits[:, :1], mx.zeros((1, 0), int), **at)
+            >>> _, accepted, _ = verify_coupled(logits, first, **at)
+            >>> accepted
+            array([1], dtype=int32)
+      )pbdoc");
 }

@@ -1,4 +1,4 @@
-// The four operations of mlx-mtp. Each is lazy, differentiable nowhere, works
+// The operations of mlx-mtp. Each is lazy, differentiable nowhere, works
 // on any stream and under mx.compile, and never evaluates on the host.
 //
 // Dims: B sequences, K drafts, T = K + 1 verified positions, V vocabulary,
@@ -77,6 +77,26 @@ std::tuple<mx::array, mx::array, mx::array> verify_draft(
     const std::optional<mx::array>& draft_stats = std::nullopt,
     const SamplingParams& params = {},
     const std::optional<SamplingParams>& draft_params = std::nullopt,
+    const std::optional<mx::array>& draft_lengths = std::nullopt,
+    const std::optional<mx::array>& allowed = std::nullopt,
+    mx::StreamOrDevice s = {});
+
+// Coupled verification: the token at a position is the argmax over the shaped
+// support of z / temperature + Gumbel noise that depends on seed, position and
+// id alone (Maddison et al. 2014), so a stream is the same for every drafter
+// and depth and for plain sampling. A draft is accepted if it is that token.
+// target_logits [B, T, V], draft_tokens [B, K] integers, seed [B, 2] uint32,
+// position [B] integers: that of the first row's token, the others follow,
+// draft_lengths [B] integers, allowed [B, T, ceil(V / 32)]
+// -> tokens, accepted and logprobs as verify_draft
+// The noise of a token is -log(e), e exponential from the 64 bits that
+// Threefry-2x32-20 with key seed[b] gives for the counter (position, id).
+std::tuple<mx::array, mx::array, mx::array> verify_coupled(
+    const mx::array& target_logits,
+    const mx::array& draft_tokens,
+    const mx::array& seed,
+    const mx::array& position,
+    const SamplingParams& params = {},
     const std::optional<mx::array>& draft_lengths = std::nullopt,
     const std::optional<mx::array>& allowed = std::nullopt,
     mx::StreamOrDevice s = {});

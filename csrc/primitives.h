@@ -86,6 +86,40 @@ class Sample : public mx::Primitive {
   bool has_allowed_;
 };
 
+// inputs: target_logits, draft_tokens, seed, position, temperature, top_k,
+// top_p, min_p, [draft_lengths], [allowed]
+class VerifyCoupled : public mx::Primitive {
+ public:
+  VerifyCoupled(
+      mx::Stream stream,
+      bool temperature_first,
+      bool has_lengths,
+      bool has_allowed)
+      : mx::Primitive(stream),
+        temperature_first_(temperature_first),
+        has_lengths_(has_lengths),
+        has_allowed_(has_allowed) {}
+
+  void eval_cpu(
+      const std::vector<mx::array>& inputs,
+      std::vector<mx::array>& outputs) override;
+  void eval_gpu(
+      const std::vector<mx::array>& inputs,
+      std::vector<mx::array>& outputs) override;
+
+  const char* name() const override {
+    return "VerifyCoupled";
+  }
+  bool is_equivalent(const mx::Primitive& other) const override;
+  std::vector<mx::Shape> output_shapes(
+      const std::vector<mx::array>& inputs) override;
+
+ private:
+  bool temperature_first_;
+  bool has_lengths_;
+  bool has_allowed_;
+};
+
 // inputs: target_logits, draft_tokens, uniforms, temperature, top_k, top_p,
 // min_p, draft_temperature, then those of `Optional` that are present, in order
 class VerifyDraft : public mx::Primitive {

@@ -64,7 +64,51 @@ INLINE float from_bfloat16(uint16_t x) {
   return std::bit_cast<float>(static_cast<uint32_t>(x) << 16);
 }
 
+// Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers:
+// as easy as 1, 2, 3"), the generator of mx.random. Counter in, 64 bits out.
+INLINE void threefry(const uint32_t* key, uint32_t& x, uint32_t& y) {
+  constexpr int rotations[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+  const uint32_t keys[3] = {key[0], key[1], 0x1bd11bdau ^ key[0] ^ key[1]};
+  x += keys[0];
+  y += keys[1];
+#pragma GCC unroll 5
+  for (int i = 0; i < 5; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      int r = rotations[i % 2][j];
+      x += y;
+      y = (y << r | y >> (32 - r)) ^ x;
+    }
+    x += keys[(i + 1) % 3];
+    y += keys[(i + 2) % 3] + i + 1;
+  }
+}
+
 } // namespace
+
+double Noise::operator()(uint32_t id) const {
+  uint32_t x = position;
+  uint32_t y = id;
+  threefry(seed, x, y);
+  uint64_t bits = static_cast<uint64_t>(x) << 32 | y;
+  // Exact on both sides of one half.
+  return x >> 31 ? -std::log((static_cast<double>(~bits) + 0.5) * 0x1p-64)
+                 : -std::log1p(-(static_cast<double>(bits) + 0.5) * 0x1p-64);
+}
+
+MULTIVERSION void
+below_noise(const Noise& noise, uint32_t first, int n, float* out) {
+  const uint32_t key[2] = {noise.seed[0], noise.seed[1]};
+  uint32_t position = noise.position;
+#pragma omp simd
+  for (int i = 0; i < n; ++i) {
+    uint32_t x = position;
+    uint32_t y = first + i;
+    threefry(key, x, y);
+    out[i] =
+        static_cast<float>(x) * 0x1p-32f + static_cast<float>(y) * 0x1p-64f;
+  }
+}
 
 double Density::operator()(int id, float z) const {
   if (point >= 0) {

@@ -20,6 +20,18 @@ struct Density {
   double operator()(int id, float z) const;
 };
 
+// The noise of a row's tokens: exponential variates from counters.
+struct Noise {
+  uint32_t seed[2];
+  uint32_t position;
+
+  // That of one id: -log of a uniform in (0, 1) with 64 bits.
+  double operator()(uint32_t id) const;
+};
+
+// 1 - exp(-e) of the noise e of the ids from `first` on, so at most e.
+void below_noise(const Noise& noise, uint32_t first, int n, float* out);
+
 // Values as float32.
 void load_float16(const uint16_t* x, int64_t stride, int n, float* out);
 void load_bfloat16(const uint16_t* x, int64_t stride, int n, float* out);

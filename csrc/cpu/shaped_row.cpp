@@ -70,6 +70,39 @@ int ShapedRow::draw(double u) {
   });
 }
 
+int ShapedRow::race(const Noise& noise) const {
+  if (density_.point >= 0) {
+    return density_.point;
+  }
+  float buffer[max_block];
+  float w[max_block];
+  float below[max_block];
+  int first = -1;
+  double best = inf;
+  for (int b = 0; b < row_.blocks(); ++b) {
+    if (maxima_[b] < density_.threshold) {
+      continue;
+    }
+    int n = row_.length(b);
+    auto* x = row_.read(b, buffer);
+    weights(x, n, density_, w);
+    below_noise(noise, b * row_.block(), n, below);
+    for (int i = 0; i < n; ++i) {
+      // Few pass: only they need the logarithm. The slack is for rounding.
+      if (w[i] > 0 && below[i] <= 1.00001 * best * w[i]) {
+        int id = b * row_.block() + i;
+        double y = static_cast<double>(x[i] - density_.ref) * density_.inv_t;
+        double time = noise(id) * std::exp(-y);
+        if (time < best) {
+          best = time;
+          first = id;
+        }
+      }
+    }
+  }
+  return first;
+}
+
 int ShapedRow::draw_residual(const Row* q_row, const Density& q, double u) {
   if (density_.point >= 0) {
     return density_.point;

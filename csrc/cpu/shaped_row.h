@@ -44,6 +44,10 @@ class ShapedRow {
   // log-softmax of one logit before temperature and filters
   double log_softmax(float z);
 
+  // The id that is first in a race of the tokens, each with its noise over its
+  // weight as its time: the argmax of z / temperature - log(noise).
+  int race(const Noise& noise) const;
+
   // The id at the quantile u of the distribution, in id order.
   int draw(double u);
 

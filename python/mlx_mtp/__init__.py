@@ -20,6 +20,7 @@ _HOME = {
     "MTPHeadDrafter": ".drafters",
     "NGramDrafter": ".drafters",
     "sample": ".ops",
+    "verify_coupled": ".ops",
     "verify_draft": ".ops",
     "commit_rows": ".ops",
     "gated_delta_replay": ".ops",

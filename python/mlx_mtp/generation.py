@@ -21,11 +21,11 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .drafters import Drafter, MTPHeadDrafter
-from .ops import sample
+from .ops import sample, verify_coupled
 from .reasoning import ThinkingBudget
-from .sampling import SamplingParams, check_seed
+from .sampling import SamplingParams, check_seed, stream_key
 from .speculative import SpeculativeDecoder, SpeculativeIterator
-from .state import UnsupportedCache
+from .state import UnsupportedCache, cached_tokens
 from .targets import as_target
 from .telemetry import Telemetry
 from .thinking import ControllerProcessor, make_budget, reasoning_config
@@ -63,8 +63,8 @@ class Sampler:
     It is also an ordinary ``mlx_lm`` sampler.
     """
 
-    def __init__(self, params: SamplingParams):
-        self.params = params
+    def __init__(self, params: SamplingParams, coupled: bool = False):
+        self.params, self.coupled = params, coupled
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Draws from log-probabilities ``(..., V)`` with MLX's global random state."""
@@ -83,6 +83,34 @@ class Sampler:
         )[0]
 
 
+class _CoupledDraws:
+    """A coupled ``Sampler`` for ``mlx_lm``'s loop: one stream, a token at a call."""
+
+    def __init__(self, params: SamplingParams, seed: int | None, position: int):
+        self.key, self.position = stream_key(seed), position
+        self.params, self.order = params.arrays(1), params.filter_order
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        tokens, _, _ = verify_coupled(
+            logprobs[:, None],
+            mx.zeros((1, 0), mx.int32),
+            seed=self.key,
+            position=mx.array([self.position]),
+            **self.params,
+            filter_order=self.order,
+        )
+        self.position += 1
+        return tokens[:, 0]
+
+
+def bind_sampler(sampler, seed: int | None, caches, prompt_tokens: int):
+    """What ``mlx_lm``'s loop has to draw with, to draw as ``sampler`` does here."""
+    if not getattr(sampler, "coupled", False) or sampler.params.greedy:
+        return sampler
+    cached = cached_tokens(caches) if caches else 0
+    return _CoupledDraws(sampler.params, seed, (cached or 0) + prompt_tokens)
+
+
 def make_sampler(
     temp: float = 0.0,
     top_p: float = 0.0,
@@ -92,13 +120,24 @@ def make_sampler(
     xtc_probability: float = 0.0,
     xtc_threshold: float = 0.1,
     xtc_special_tokens: Sequence[int] = (),
+    *,
+    coupled: bool = False,
 ):
     """As ``mlx_lm.sample_utils.make_sampler``: filters first, then temperature.
 
     The result gives ratio acceptance. With XTC (``xtc_probability > 0``) or
     ``min_tokens_to_keep > 1`` it is ``mlx_lm``'s own sampler, whose drafts are
     accepted by comparison.
+
+    Args:
+        coupled (bool): Makes a stream a function of model, prompt and ``seed`` alone:
+            the same tokens for every drafter and depth and without drafts. Drafts are
+            accepted somewhat less often than by ratio. On the CPU only.
     """
+    if coupled and (xtc_probability > 0 or (min_p and min_tokens_to_keep > 1)):
+        raise ValueError(
+            "coupled does not work with xtc_probability or min_tokens_to_keep > 1."
+        )
     if xtc_probability > 0 or (min_p and min_tokens_to_keep > 1):
         return mlx_lm.sample_utils.make_sampler(
             temp,
@@ -117,7 +156,8 @@ def make_sampler(
             top_p=top_p if 0 < top_p < 1 else 1.0,
             min_p=min_p,
             filter_order="temperature_last",
-        )
+        ),
+        coupled,
     )
 
 
@@ -176,6 +216,8 @@ def stream_generate(
     budget = _budget(model, tokenizer, prompt, thinking_budget, max_tokens)
     if budget is not None and draft_model is not None:
         raise ValueError("thinking_budget does not work with draft_model.")
+    if draft_model is not None and getattr(kwargs.get("sampler"), "coupled", False):
+        raise ValueError("A coupled sampler does not work with draft_model.")
     check_seed(seed)
     steps, reason = None, None
     if mtp is not None:
@@ -188,6 +230,9 @@ def stream_generate(
         mx.random.seed(seed)
     if steps is None:
         plain = {"draft_model": draft_model, "stream": stream, **kwargs}
+        plain["sampler"] = bind_sampler(
+            kwargs.get("sampler"), seed, kwargs.get("prompt_cache"), prompt.size
+        )
         if budget is not None:
             processors = kwargs.get("logits_processors") or ()
             plain["logits_processors"] = [*processors, ControllerProcessor(budget)]
@@ -322,7 +367,7 @@ def drawing(sampler) -> dict:
     if sampler is None or sampler is greedy_sampler:
         return {}
     if isinstance(sampler, Sampler):
-        return {"params": sampler.params}
+        return {"params": sampler.params, "coupled": sampler.coupled}
     if not callable(sampler):
         raise TypeError(f"sampler must be callable but is a {type(sampler).__name__}.")
     return {"sampler": sampler}

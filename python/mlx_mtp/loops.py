@@ -14,7 +14,7 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-from .generation import MTP, Depth, drawing, find_decoder
+from .generation import MTP, Depth, bind_sampler, drawing, find_decoder
 from .shaping import Controller, Processor
 from .speculative import SpeculativeDecoder, Step
 from .state import UnsupportedCache, classify
@@ -132,7 +132,7 @@ class PlainLoop:
             mx.array(prompt),
             self.model,
             max_tokens=max_tokens,
-            sampler=self.sampler,
+            sampler=bind_sampler(self.sampler, seed, caches, len(prompt)),
             logits_processors=list(processors),
             prompt_cache=caches,
             prefill_step_size=PREFILL_STEP,

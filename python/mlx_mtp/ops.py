@@ -12,6 +12,18 @@ if mx.__version__ != _build.mlx_version:
         "mlx-mtp."
     )
 
-from ._ext import commit_rows, gated_delta_replay, sample, verify_draft
+from ._ext import (
+    commit_rows,
+    gated_delta_replay,
+    sample,
+    verify_coupled,
+    verify_draft,
+)
 
-__all__ = ["commit_rows", "gated_delta_replay", "sample", "verify_draft"]
+__all__ = [
+    "commit_rows",
+    "gated_delta_replay",
+    "sample",
+    "verify_coupled",
+    "verify_draft",
+]

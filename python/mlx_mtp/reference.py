@@ -142,6 +142,44 @@ def verify(target, drafts, q, uniforms, allowed=None, **params):
         )
 
 
+def threefry(key, counter):
+    """Threefry-2x32 with 20 rounds: key and counter of two words, two words out."""
+    keys = [*map(int, key), 0x1BD11BDA ^ int(key[0]) ^ int(key[1])]
+    x, y = (int(counter[0]) + keys[0]) % 2**32, (int(counter[1]) + keys[1]) % 2**32
+    for i in range(5):
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            x = (x + y) % 2**32
+            y = (y << rotation | y >> (32 - rotation)) % 2**32 ^ x
+        x = (x + keys[(i + 1) % 3]) % 2**32
+        y = (y + keys[(i + 2) % 3] + i + 1) % 2**32
+    return x, y
+
+
+def coupled(target, drafts, seed, position, allowed=None, **params):
+    """One sequence: (emitted tokens, accepted, logprobs, margin), see
+    ``mlx_mtp.ops.verify_coupled``."""
+    tokens, logprobs, margin = [], [], 1.0
+    for i, row in enumerate(target):
+        mask = None if allowed is None else allowed[i]
+        shaped = shape(row, allowed=mask, **params)
+        if shaped is None:
+            return [], -1, [], 1.0
+        ids = np.flatnonzero(shaped.p)
+        words = [threefry(seed, ((position + i) % 2**32, int(t))) for t in ids]
+        v = np.array([(x * 2**32 + y + 0.5) * 2.0**-64 for x, y in words])
+        times = -np.log1p(-v) / shaped.p[ids]
+        order = np.argsort(times, kind="stable")
+        if ids.size > 1:
+            margin = min(margin, times[order[1]] / times[order[0]] - 1)
+        token = int(ids[order[0]])
+        margin = min(margin, shaped.margin)
+        tokens.append(token)
+        logprobs.append(shaped.log_softmax[token])
+        if i == len(drafts) or drafts[i] != token:
+            break
+    return tokens, len(tokens) - 1, logprobs, margin
+
+
 def commit_rows(cache, rows, start, count, ring=0):
     """See ``mlx_mtp.ops.commit_rows``."""
     out = cache.copy()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .drafters import DraftContext, Drafts
-from .ops import sample, verify_draft
+from .ops import sample, verify_coupled, verify_draft
 from .sampling import FilterOrder, split_keys, uniforms
 from .state import Adapter, Leaves, Position
 
@@ -26,7 +26,8 @@ class Proposal(NamedTuple):
 
     drafts: Drafts
     draft_state: Any
-    uniforms: mx.array | None  # (B, K + 2): coins and the final draw
+    # (B, K + 2): coins and the final draw; or (B,), where a coupled block begins
+    uniforms: mx.array | None
     keys: mx.array
 
 
@@ -53,6 +54,8 @@ class Round:
         depth (int): K, the drafts of a round.
         adapters: Of the caches, as ``classify`` gives them. Default: the target's.
         greedy (bool): Every draw is an argmax; no random numbers are made.
+        coupled (bool): Noise belongs to positions, see ``ops.verify_coupled``; the
+            keys are the seeds of the streams and stay as they are.
         filter_order, draft_filter_order (str): See ``SamplingParams``.
 
     ``traces`` counts how often the target was traced: once for each shape of the
@@ -67,12 +70,14 @@ class Round:
         adapters: Sequence[Adapter] | None = None,
         *,
         greedy: bool,
+        coupled: bool = False,
         filter_order: FilterOrder = "temperature_first",
         draft_filter_order: FilterOrder | None = None,
     ):
         self.target, self.drafter, self.depth = target, drafter, depth
         self.adapters = target.adapters if adapters is None else adapters
-        self.greedy, self.filter_order = greedy, filter_order
+        self.greedy, self.coupled = greedy, coupled and not greedy
+        self.filter_order = filter_order
         self.draft_filter_order = draft_filter_order or filter_order
         self.width = depth + 1
         self.traces = 0
@@ -112,12 +117,18 @@ class Round:
             state["limit"] = mx.full((batch,), limit, mx.int32)
         if self.drafter.needs_hidden:
             state["hidden"] = mx.pad(hidden, [(0, 0), (0, self.depth), (0, 0)])
-        coins = None
-        if not self.greedy:
-            keys, now = split_keys(keys)
-            coins = uniforms(now, 2)
+        keys, coins = self.first_draw(keys, state["offset"])
         drafts = Drafts(mx.zeros((batch, 0), mx.int32))
         return state, Proposal(drafts, draft_state, coins, keys)
+
+    def first_draw(self, keys: mx.array, position: mx.array):
+        """The next keys, and what draws a row without drafts at ``position``."""
+        if self.greedy:
+            return keys, None
+        if self.coupled:
+            return keys, position
+        keys, now = split_keys(keys)
+        return keys, uniforms(now, 2)
 
     def __call__(
         self, state: RoundState, attended: int
@@ -146,14 +157,25 @@ class Round:
 
     def draft(self, state, attended) -> Proposal:
         keys, draws = state["keys"], None
-        if not self.greedy:
+        if not (self.greedy or self.coupled):
             keys, now = split_keys(keys)
             # Draft draws, coins and the final draw are disjoint columns.
             draws = uniforms(now, 3 * self.depth + 2)
+        position = state["offset"] + 1  # behind the newest token
 
         def draw(logits, i):
             if self.greedy:
                 return mx.argmax(logits, axis=-1).astype(mx.int32), None
+            if self.coupled:
+                tokens, _, _ = verify_coupled(
+                    logits[:, None],
+                    mx.zeros((logits.shape[0], 0), mx.int32),
+                    seed=keys,
+                    position=position + i,
+                    **state["draft_params"],
+                    filter_order=self.draft_filter_order,
+                )
+                return tokens[:, 0], None
             return sample(
                 logits,
                 draws[:, 2 * i : 2 * i + 2],
@@ -174,7 +196,10 @@ class Round:
             room = state["limit"] - state["offset"] - 1
             lengths = self.depth if drafts.lengths is None else drafts.lengths
             drafts = drafts._replace(lengths=mx.minimum(lengths, room))
-        coins = None if draws is None else draws[:, 2 * self.depth :]
+        if draws is None:
+            coins = position if self.coupled else None
+        else:
+            coins = draws[:, 2 * self.depth :]
         return Proposal(drafts, draft_state, coins, keys)
 
     def verify(self, state, proposal, attended, offset=None):
@@ -216,6 +241,16 @@ class Round:
         """Exact acceptance: tokens and logprobs ``(B, T)``, accepted ``(B,)``."""
         drafts, batch = Drafts(*proposal.drafts), logits.shape[0]
         coins = proposal.uniforms
+        if self.coupled:
+            return verify_coupled(
+                logits,
+                drafts.tokens,
+                seed=proposal.keys,
+                position=coins,
+                draft_lengths=drafts.lengths,
+                **state["params"],
+                filter_order=self.filter_order,
+            )
         if coins is None:
             coins = mx.zeros((batch, drafts.tokens.shape[1] + 2))
         return verify_draft(

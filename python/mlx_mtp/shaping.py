@@ -16,7 +16,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from .drafters import Drafts
-from .ops import verify_draft
+from .ops import verify_coupled, verify_draft
 
 Processor = Callable[[mx.array, mx.array], mx.array]
 Sampler = Callable[[mx.array], mx.array]
@@ -95,6 +95,8 @@ class RowShaper:
             ratio acceptance by ``ops.verify_draft``.
         params: Keyword arguments of ``ops.verify_draft``.
         controller: Its bias is applied behind the processors.
+        seed: ``(1, 2)`` of a coupled stream, which is accepted by
+            ``ops.verify_coupled``; its coins are the position of the first row.
 
     ``always`` is whether every block needs it: a controller's bias only does near
     its horizon.
@@ -106,7 +108,9 @@ class RowShaper:
         sampler: Sampler | None,
         params: dict,
         controller: Controller | None = None,
+        seed: mx.array | None = None,
     ):
+        self.seed = seed
         self.always = bool(processors) or sampler is not None
         self.bias = None if controller is None else _Bias(controller)
         processors = [*processors, *([self.bias] if self.bias else [])]
@@ -195,7 +199,7 @@ class RowShaper:
             return None if token < 0 else token
         if not drafted:
             tokens, accepted, _ = self._verify(
-                row[:, None], None, self._coins(coins, 0, 0)
+                row[:, None], None, self._coins(coins, i, i)
             )
         else:
             # The second row is never emitted: an accepted draft ends the question.
@@ -209,6 +213,10 @@ class RowShaper:
     def _verify(self, logits, drafts, coins):
         if drafts is None:
             drafts = Drafts(mx.zeros((1, 0), mx.int32))
+        if self.seed is not None:
+            return verify_coupled(
+                logits, drafts.tokens, seed=self.seed, position=coins, **self.params
+            )
         return verify_draft(
             logits,
             drafts.tokens,
@@ -249,9 +257,10 @@ class RowShaper:
             *(None if x is None else x[:, start:stop] for x in drafts[:3]),
         )
 
-    @staticmethod
-    def _coins(coins, start, stop):
+    def _coins(self, coins, start, stop):
         """Coins of the slots ``start`` to ``stop`` and the final draw."""
         if coins is None:
             return mx.zeros((1, stop - start + 2))
+        if self.seed is not None:
+            return coins + start
         return mx.concatenate([coins[:, start:stop], coins[:, -2:]], axis=1)

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from .adaptive import Acceptance, AdaptiveDepth, Costs, FixedDepth, Pace
 from .drafters import DrafterMismatch
 from .round import Round
-from .sampling import SamplingParams
+from .sampling import SamplingParams, stream_key
 from .shaping import Controller, Processor, RowShaper, Sampler
 from .state import classify
 from .stream import Quantisation, Step, Stream, Turn, UnusableLogits, refuse_taken
@@ -99,6 +99,7 @@ class SpeculativeDecoder:
         stop_tokens: Collection[int] = (),
         caches: list[Any] | None = None,
         seed: int | None = None,
+        coupled: bool = False,
         prefill_step_size: int = 2048,
         progress: Callable[[int, int], None] | None = None,
         kv_bits: int | None = None,
@@ -124,6 +125,9 @@ class SpeculativeDecoder:
             stop_tokens: The stream ends with the first of these, which is emitted.
             caches: A prompt cache of the model, updated in place.
             seed (int, optional): Fixes the stream, alone or in any batch.
+            coupled (bool): Makes a sampled stream a function of model, prompt and
+                seed alone: the same for every drafter and depth, see
+                ``ops.verify_coupled``. On the CPU only, and without ``sampler``.
             prefill_step_size (int): Prompt tokens a forward.
             progress (callable, optional): ``progress(done, total)`` prompt tokens.
             kv_bits (int, optional): Quantise the keys and values to this.
@@ -149,17 +153,23 @@ class SpeculativeDecoder:
         draft_params = draft_params or params
         arrays = params.arrays(1)
         order = params.filter_order
-        shaper = None
+        greedy = params.greedy or sampler is not None
+        if coupled and sampler is not None:
+            raise ValueError("coupled does not work with a sampler of your own.")
+        keys, shaper = stream_key(seed), None
         if processors or sampler is not None or getattr(controller, "biases", False):
             shaper = RowShaper(
-                processors, sampler, {**arrays, "filter_order": order}, controller
+                processors,
+                sampler,
+                {**arrays, "filter_order": order},
+                controller,
+                keys if coupled and not greedy else None,
             )
         turns = None if caches is None else self._turns
         caches = self.target.make_cache() if caches is None else caches
         refuse_taken(caches)
-        greedy = params.greedy or sampler is not None
         stream = Stream(
-            partial(self._round, greedy, order, draft_params.filter_order),
+            partial(self._round, greedy, coupled, order, draft_params.filter_order),
             self._pace(greedy, shaper is None),
             _check_prompt(prompt, self.target.vocab_size),
             caches,
@@ -170,7 +180,7 @@ class SpeculativeDecoder:
             turns,
             max_tokens=max_tokens,
             stop_tokens=stop_tokens,
-            seed=seed,
+            keys=keys,
             prefill_step_size=prefill_step_size,
             progress=progress,
             quantisation=_check_quantisation(
@@ -193,7 +203,7 @@ class SpeculativeDecoder:
         """
         params = SamplingParams()
         Stream(
-            partial(self._round, True, params.filter_order, params.filter_order),
+            partial(self._round, True, False, params.filter_order, params.filter_order),
             FixedDepth(1),
             _check_prompt(tokens, self.target.vocab_size),
             caches,
@@ -204,7 +214,7 @@ class SpeculativeDecoder:
             self._turns,
             max_tokens=-1,
             stop_tokens=(),
-            seed=0,
+            keys=stream_key(0),
             prefill_step_size=prefill_step_size,
             progress=progress,
         ).feed()
@@ -242,7 +252,7 @@ class SpeculativeDecoder:
         )
 
     def _round(
-        self, greedy: bool, order, draft_order, depth: int, caches: list[Any]
+        self, greedy: bool, coupled: bool, order, draft_order, depth: int, caches
     ) -> Round:
         adapters = classify(caches, self.target.adapters, depth + 1)
         # A compiled round has the weights of its trace as constants.
@@ -250,7 +260,7 @@ class SpeculativeDecoder:
         weights = [x for _, x in tree_flatten(tree)]
         if list(map(id, weights)) != list(map(id, self._weights)):
             self._rounds, self._weights = {}, weights
-        key = (depth, greedy, order, draft_order, adapters)
+        key = (depth, greedy, coupled, order, draft_order, adapters)
         if key not in self._rounds:
             self._rounds[key] = Round(
                 self.target,
@@ -258,6 +268,7 @@ class SpeculativeDecoder:
                 depth,
                 adapters,
                 greedy=greedy,
+                coupled=coupled,
                 filter_order=order,
                 draft_filter_order=draft_order,
             )

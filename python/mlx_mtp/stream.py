@@ -16,7 +16,6 @@ from .adaptive import Pace
 from .drafters import Drafts
 from .drafters.base import DrafterState
 from .round import Proposal, Round, RoundState
-from .sampling import split_keys, stream_key, uniforms
 from .shaping import Controller, Decision, RowShaper
 from .state import cached_tokens, newest
 from .telemetry import Telemetry
@@ -165,7 +164,7 @@ class Stream:
         *,
         max_tokens: int,
         stop_tokens: Collection[int],
-        seed: int | None,
+        keys: mx.array,
         prefill_step_size: int,
         progress: Callable[[int, int], None] | None,
         quantisation: Quantisation | None = None,
@@ -181,7 +180,7 @@ class Stream:
         self._turns = turns
         self._max_tokens = math.inf if max_tokens == -1 else max_tokens
         self._stop_tokens = frozenset(stop_tokens)
-        self._keys = stream_key(seed)
+        self._keys = keys
         self._prefill_step_size = prefill_step_size
         self._progress = progress or (lambda done, total: None)
         self._traced = True
@@ -255,7 +254,7 @@ class Stream:
         """
         fed: list[int] = []
         hidden: list[mx.array] = []
-        drawn = self._draw(logits)
+        drawn = self._draw(logits, self._turn.length)
         mx.async_eval(drawn)
         _TAKEN.update(self._caches)
         try:
@@ -265,8 +264,9 @@ class Stream:
                 if more:
                     self.telemetry.target_calls += 1
                     out = self._target.prefill(mx.maximum(drawn, 0), self._caches)
-                    self._quantise(self._turn.length + len(fed) + 1)
-                    following = self._draw(out.logits[:, -1:])
+                    length = self._turn.length + len(fed) + 1
+                    self._quantise(length)
+                    following = self._draw(out.logits[:, -1:], length)
                     mx.async_eval(following, out.logits)
                 token = drawn.item()
                 if token < 0:
@@ -290,12 +290,9 @@ class Stream:
                 rows = mx.concatenate(hidden, axis=1) if hidden[0] is not None else None
                 self._advance(mx.array(fed, mx.int32), rows)
 
-    def _draw(self, logits: mx.array) -> mx.array:
-        """The token ``(1, 1)`` behind a row of logits, -1 if there is none."""
-        coins = None
-        if not self._round.greedy:
-            self._keys, now = split_keys(self._keys)
-            coins = uniforms(now, 2)
+    def _draw(self, logits: mx.array, position: int) -> mx.array:
+        """The token ``(1, 1)`` of a row of logits, -1 if there is none."""
+        self._keys, coins = self._round.first_draw(self._keys, mx.array([position]))
         drafts = Drafts(mx.zeros((1, 0), mx.int32))
         proposal = Proposal(drafts, None, coins, self._keys)
         return self._round.accept({"params": self._params}, proposal, logits)[0]

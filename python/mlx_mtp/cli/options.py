@@ -21,6 +21,11 @@ def add_decoding(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     add("--top-k", type=int, default=0, help="Largest tokens to keep; 0 is off.")
     add("--min-p", type=float, default=0.0, help="Share of the largest; 0 is off.")
     add("--seed", type=int, help="Fixes the sampled text.")
+    add(
+        "--coupled",
+        action="store_true",
+        help="With a seed: the same text for every drafter and depth.",
+    )
     add("--max-tokens", "-m", type=int, default=max_tokens, help="-1 is no limit.")
     add(
         "--thinking",
@@ -51,7 +56,8 @@ def sampler(args: argparse.Namespace) -> Sampler:
     return Sampler(
         SamplingParams(
             args.temp, args.top_k, args.top_p, args.min_p, "temperature_last"
-        )
+        ),
+        args.coupled,
     )
 
 
