@@ -10,6 +10,12 @@ from mlx_mtp.drafters import MTPHeadDrafter
 from mlx_mtp.targets import as_target
 
 
+@pytest.fixture(autouse=True)
+def no_profile(tmp_path, monkeypatch):
+    """What somebody tuned on this machine changes no test."""
+    monkeypatch.setattr("mlx_mtp.tuning.FOLDER", tmp_path / "profiles")
+
+
 @pytest.fixture(scope="session")
 def demo():
     """The embedded model with its head, and its tokenizer."""

@@ -26,7 +26,7 @@ LAYERS = [
     {"loading"},
     {"generation"},
     {"loops"},
-    {"session", "proof"},
+    {"session", "proof", "tuning"},
     {"cli", "serve", "forge"},
     {"__main__"},
 ]

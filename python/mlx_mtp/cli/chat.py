@@ -30,11 +30,12 @@ def run(args: argparse.Namespace) -> int:
     screen = Terminal() if on_terminal else Piped()
     sampler = options.sampler(args)
     model, tokenizer = load(args.model)
+    mtp = options.mtp(args, model)
     session = Session(
         model,
         tokenizer,
         system=args.system,
-        mtp=options.mtp(args, model),
+        mtp=mtp,
         num_draft_tokens=args.depth,
         sampler=sampler,
         max_tokens=args.max_tokens,

@@ -25,13 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     sampler = options.sampler(args)
     model, tokenizer = load(args.model)
+    mtp = options.mtp(args, model)
     text = []
     for response in stream_generate(
         model,
         tokenizer,
         _prompt(args, model, tokenizer),
         max_tokens=args.max_tokens,
-        mtp=options.mtp(args, model),
+        mtp=mtp,
         num_draft_tokens=args.depth,
         sampler=sampler,
         seed=args.seed,

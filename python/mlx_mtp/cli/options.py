@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from .. import tuning
 from ..drafters import NGramDrafter
-from ..generation import DEFAULT_DEPTH, Sampler
+from ..generation import DEFAULT_DEPTH, Sampler, find_decoder
 from ..sampling import SamplingParams
+from ..speculative import SpeculativeDecoder
 
 THINKING = {"on": True, "off": False, "auto": None}
 
@@ -41,8 +43,8 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
     add(
         "--depth",
         type=depth,
-        default=DEFAULT_DEPTH,
-        help="Drafts a round; adaptive chooses round by round.",
+        help="Drafts a round; adaptive chooses round by round. By default what "
+        f"mlx-mtp tune found, else {DEFAULT_DEPTH}.",
     )
     add("--drafter", choices=("mtp", "ngram"), default="mtp", help="What drafts.")
 
@@ -61,17 +63,46 @@ def sampler(args: argparse.Namespace) -> Sampler:
     )
 
 
+def drafter(args: argparse.Namespace):
+    """A drafter, or "auto" for the model's own head."""
+    return NGramDrafter() if args.drafter == "ngram" else "auto"
+
+
+def choose_depth(args: argparse.Namespace) -> dict[int, float] | None:
+    """Sets the depth that was not given; the costs that ``mlx-mtp tune`` found."""
+    if args.depth not in (None, "adaptive"):
+        return None
+    profile = tuning.load_profile(tuning.profile_path(args.model, args.drafter))
+    tuned, costs = profile or (DEFAULT_DEPTH, None)
+    if args.depth is None:
+        # Depth 0 is what tuning says when no depth pays.
+        args.depth, args.no_mtp = tuned or 1, args.no_mtp or not tuned
+    return costs
+
+
 def mtp(args: argparse.Namespace, model):
     """The ``mtp`` argument of ``stream_generate``."""
+    costs = choose_depth(args)
     if args.depth != "adaptive" and args.depth < 1:
         raise ValueError(f"--depth must be at least 1 but is {args.depth}.")
-    if getattr(args, "no_mtp", False):
+    if args.no_mtp:
         return None
-    if args.drafter == "ngram":
-        return NGramDrafter()
+    chosen = drafter(args)
     if args.depth == "adaptive":
-        return "auto"
-    return args.depth if getattr(model, "mtp_head", None) else "auto"
+        decoder = find_decoder(model, chosen, "adaptive") if costs else None
+        if decoder is None:
+            return chosen
+        return SpeculativeDecoder(decoder.target, decoder.drafter, "adaptive", costs)
+    has_head = getattr(model, "mtp_head", None) is not None
+    return args.depth if chosen == "auto" and has_head else chosen
+
+
+def chat_prompt(tokenizer, text: str) -> list[int]:
+    """Token ids of one user message, or of the text if there is no chat template."""
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(text)
+    message = {"role": "user", "content": text}
+    return tokenizer.apply_chat_template([message], add_generation_prompt=True)
 
 
 def check_text(text: str) -> None:

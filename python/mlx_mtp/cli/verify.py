@@ -12,7 +12,7 @@ from functools import partial
 
 from tqdm import tqdm
 
-from ..generation import find_decoder
+from ..generation import DEFAULT_DEPTH, find_decoder
 from ..loading import load
 from ..proof import ALPHA, Report, Size, Subject, verify
 from . import options
@@ -42,17 +42,18 @@ def run(args: argparse.Namespace) -> int:
     for name in ("streams", "batch", "tokens"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be positive but is {getattr(args, name)}.")
-    if args.depth == "adaptive":
+    depth = DEFAULT_DEPTH if args.depth is None else args.depth
+    if depth == "adaptive":
         raise ValueError("--depth must be a number: every depth is proved by itself.")
     model, tokenizer = load(args.model)
-    decoder = find_decoder(model, options.mtp(args, model), args.depth)
+    decoder = find_decoder(model, options.drafter(args), depth)
     if decoder is None:
         raise ValueError("The model has no MTP head. Try --drafter ngram.")
     subject = Subject(
         decoder.target,
         decoder.drafter,
-        args.depth,
-        [_encode(tokenizer, prompt) for prompt in args.prompt or PROMPTS],
+        depth,
+        [options.chat_prompt(tokenizer, prompt) for prompt in args.prompt or PROMPTS],
         tokenizer.encode(TEXT),
     )
     track = partial(tqdm, leave=False)
@@ -84,10 +85,3 @@ def lines(report: Report) -> list[str]:
         "distance in total variation that is found 99 times of 100."
     )
     return out
-
-
-def _encode(tokenizer, prompt: str) -> list[int]:
-    if tokenizer.chat_template is None:
-        return tokenizer.encode(prompt)
-    message = {"role": "user", "content": prompt}
-    return tokenizer.apply_chat_template([message], add_generation_prompt=True)

@@ -1,0 +1,162 @@
+"""Measure which depth pays here, against plain mlx_lm.
+
+All depths take turns with mlx_lm's own decoding over several prompts and temperatures.
+The result is kept, and used by generate and chat when no depth is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import product
+from time import perf_counter
+
+import mlx.core as mx
+import mlx_lm
+from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
+from tqdm import tqdm
+
+from ..generation import find_decoder, make_sampler, stream_generate
+from ..loading import load
+from ..tuning import Measurement, Verdict, judge, profile_path, save_profile
+from . import options
+
+PROMPTS = (
+    "What is 3757 + 4868?",
+    "Why is the sky blue?",
+    "Repeat this twice: the quick brown fox jumps over the lazy dog.",
+    "Write a Python function that returns the largest of three numbers.",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="demo", help="Folder or Hub id; demo is the embedded model.")
+    add("--drafter", choices=("mtp", "ngram"), default="mtp", help="What drafts.")
+    add("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="To be tried.")
+    add("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
+    add("--prompt", action="append", help="A prompt of your own; may be repeated.")
+    add("--max-tokens", "-m", type=int, default=128, help="Tokens of a stream.")
+    add("--repeats", type=int, default=5, help="Turns of every arm.")
+    add("--json", metavar="FILE", help="Write the measurements here.")
+    add("--plot", metavar="FILE", help="Draw tokens a second by depth.")
+    add("--dry-run", action="store_true", help="Keep no profile.")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.repeats < 1 or args.max_tokens < 2 or min(args.depths) < 1:
+        raise ValueError(
+            "--repeats and --depths must be positive, --max-tokens at least 2."
+        )
+    model, tokenizer = load(args.model)
+    drafter, depths = options.drafter(args), sorted(set(args.depths))
+    arms = {depth: find_decoder(model, drafter, depth) for depth in depths}
+    if None in arms.values():
+        raise ValueError("The model has no MTP head. Try --drafter ngram.")
+    measurements = list(measure(args, model, tokenizer, {0: None, **arms}))
+    verdict = judge(measurements)
+    print("\n".join(lines(verdict)))
+    if args.json:
+        report = {
+            "verdict": asdict(verdict),
+            "measurements": [asdict(m) for m in measurements],
+        }
+        with open(args.json, "w") as file:
+            json.dump(report, file, indent=1)
+    if args.plot:
+        plot(verdict, args.plot)
+    if not args.dry_run:
+        save_profile(profile_path(args.model, args.drafter), verdict)
+    return 0
+
+
+def measure(args, model, tokenizer, arms) -> Iterator[Measurement]:
+    """Every arm on every prompt and temperature in turn; the first turn warms up."""
+    prompts = [options.chat_prompt(tokenizer, p) for p in args.prompt or PROMPTS]
+    jobs = list(product(range(-1, args.repeats), enumerate(prompts), args.temperatures))
+    for turn, (i, prompt), temperature in tqdm(jobs, desc="measuring", leave=False):
+        for depth in list(arms) if turn % 2 else list(arms)[::-1]:
+            found = _run_arm(
+                args, model, tokenizer, prompt, arms[depth], temperature, turn
+            )
+            if turn >= 0 and found is not None:
+                case = f"prompt {i}, T={temperature:g}"
+                yield Measurement(depth, case, turn, *found)
+
+
+def _run_arm(args, model, tokenizer, prompt, decoder, temperature, turn):
+    """Tokens a second, tokens a round and acceptance; None for one token alone."""
+    if decoder is None:
+        mx.random.seed(turn + 1)
+        responses = mlx_lm.stream_generate(
+            model,
+            tokenizer,
+            prompt,
+            args.max_tokens,
+            sampler=mlx_lm_sampler(temperature),
+        )
+    else:
+        responses = stream_generate(
+            model,
+            tokenizer,
+            prompt,
+            args.max_tokens,
+            mtp=decoder,
+            sampler=make_sampler(temperature),
+            seed=turn + 1,
+        )
+    response = next(responses)
+    start = perf_counter()
+    later = list(responses)
+    if not later:
+        return None
+    tps = len(later) / (perf_counter() - start)
+    if decoder is None:
+        return tps, 1.0, 0.0
+    return tps, response.mtp.tokens_per_round, response.mtp.acceptance_rate
+
+
+def lines(verdict: Verdict) -> list[str]:
+    """The verdict for a person."""
+    out = [f"plain mlx_lm: {1 / verdict.costs[0]:.1f} tokens/s"]
+    for arm in verdict.arms:
+        line = (
+            f"depth {arm.depth}: {arm.tps:.1f} tokens/s, {arm.ratio:.2f}x "
+            f"({arm.low:.2f} to {arm.high:.2f}), {arm.acceptance:.0%} accepted, "
+            f"{arm.tokens_per_round:.2f} tokens a round"
+        )
+        out.append(line + (f"; refused: {arm.refused}" if arm.refused else ""))
+    out += [f"Warning: {warning}" for warning in verdict.warnings]
+    out.append(
+        f"Use depth {verdict.depth}."
+        if verdict.depth
+        else "No depth certainly pays: plain decoding is used."
+    )
+    return out
+
+
+def plot(verdict: Verdict, path: str) -> None:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ImportError("--plot needs matplotlib: pip install matplotlib") from None
+    plain = 1 / verdict.costs[0]
+    figure, axes = pyplot.subplots()
+    tps = [plain * arm.ratio for arm in verdict.arms]
+    error = [
+        [plain * (arm.ratio - arm.low) for arm in verdict.arms],
+        [plain * (arm.high - arm.ratio) for arm in verdict.arms],
+    ]
+    depths = [arm.depth for arm in verdict.arms]
+    axes.errorbar(depths, tps, yerr=error, marker="o", capsize=3, label="mlx-mtp")
+    axes.axhline(plain, linestyle="--", color="gray", label="plain mlx_lm")
+    axes.set(xlabel="drafts a round", ylabel="tokens/s (95 % interval)", ylim=(0, None))
+    axes.set_xticks(depths)
+    axes.legend()
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -1,0 +1,116 @@
+"""``mlx-mtp tune``: what it concludes, keeps, and refuses."""
+
+import json
+
+import pytest
+
+from mlx_mtp import tuning
+from mlx_mtp.cli import main
+from mlx_mtp.tuning import Measurement, judge, load_profile, save_profile
+
+CASES = ("a", "b", "c")
+
+
+def measured(by_depth, plain=(50.0,) * 6, acceptance=0.8, per_round=2.5):
+    """Measurements with ``by_depth[d]`` times the speed of plain decoding."""
+    out = []
+    for case in CASES:
+        for turn, tps in enumerate(plain):
+            out.append(Measurement(0, case, turn, tps))
+            for depth, ratio in by_depth.items():
+                wobble = 1 + 0.02 * ((turn + len(case)) % 3 - 1)
+                speed = tps * ratio * wobble
+                out.append(Measurement(depth, case, turn, speed, per_round, acceptance))
+    return out
+
+
+def test_the_depth_that_pays_most_is_chosen_with_its_interval():
+    verdict = judge(measured({1: 1.2, 2: 1.5, 4: 1.3}))
+    assert verdict.depth == 2 and not verdict.warnings
+    arm = verdict.arms[1]
+    assert arm.low < arm.ratio < arm.high and arm.ratio == pytest.approx(1.5, rel=0.02)
+    assert verdict.costs[0] == pytest.approx(1 / 50)
+    assert verdict.costs[2] == pytest.approx(2.5 / 75, rel=0.03)
+
+
+def test_no_depth_is_used_that_does_not_certainly_pay():
+    verdict = judge(measured({1: 0.9, 3: 0.97}))
+    assert verdict.depth == 0
+    assert all("not certainly" in arm.refused for arm in verdict.arms)
+    noisy = measured({2: 1.0})
+    for i, m in enumerate(noisy):
+        if m.depth:
+            noisy[i] = Measurement(2, m.case, m.turn, 50 * (3, 0.4)[m.turn % 2], 2.5, 1)
+    assert judge(noisy).depth == 0
+
+
+def test_a_slow_baseline_does_not_make_a_depth_win():
+    """Plain decoding fell from 80 to 40 while nothing was accepted at 44."""
+    runs = []
+    for case in CASES:
+        for turn, plain in enumerate((80.0, 80.0, 40.0, 40.0)):
+            runs.append(Measurement(0, case, turn, plain))
+            runs.append(Measurement(2, case, turn, 44.0, 1.0, 0.0))
+    verdict = judge(runs)
+    assert verdict.depth == 0 and verdict.arms[0].refused == "no draft was accepted"
+    assert any("-50%" in warning for warning in verdict.warnings)
+
+
+def test_more_speed_than_tokens_a_round_is_a_disturbed_measurement():
+    verdict = judge(measured({2: 1.8}, per_round=1.5))
+    assert verdict.depth == 0 and "disturbed" in verdict.arms[0].refused
+
+
+def test_the_deepest_depth_is_reported_as_the_limit():
+    (warning,) = judge(measured({1: 1.2, 4: 1.6})).warnings
+    assert "4 is the deepest" in warning
+
+
+def test_a_verdict_replaces_an_earlier_one(tmp_path):
+    path = tmp_path / "deep" / "profile.json"
+    assert load_profile(path) is None
+    save_profile(path, judge(measured({2: 1.5})))
+    assert load_profile(path)[0] == 2
+    save_profile(path, judge(measured({2: 0.9})))
+    depth, costs = load_profile(path)
+    assert depth == 0 and set(costs) == {0, 2}
+    for broken in ("", "[]", '{"depth": 1}', '{"depth": "x", "costs": {}}'):
+        path.write_text(broken)
+        assert load_profile(path) is None
+
+
+def test_the_command_measures_and_generate_uses_the_profile(
+    capsys, tmp_path, monkeypatch
+):
+    pytest.importorskip("matplotlib")
+    report, picture = tmp_path / "tune.json", tmp_path / "tune.png"
+    args = "tune --depths 1 2 --temperatures 0 0.7 --prompt Hello! --repeats 1 -m 12"
+    assert main([*args.split(), "--json", str(report), "--plot", str(picture)]) == 0
+    found = json.loads(report.read_text())
+    assert {m["depth"] for m in found["measurements"]} == {0, 1, 2}
+    assert picture.stat().st_size > 1000
+    assert "depth 2:" in capsys.readouterr().out
+    path = tuning.profile_path("demo", "mtp")
+    assert load_profile(path)[0] == found["verdict"]["depth"]
+
+    generate = ["generate", "-p", "Hello!", "--json", "-m", "20"]
+    for profile, options, depths in (
+        (2, [], {"2"}),
+        (0, [], None),
+        (2, ["--depth", "1"], {"1"}),
+        (2, ["--depth", "adaptive"], set("12345678")),  # plain is known: no 0
+    ):
+        costs = {"0": 1, "1": 1.1, "2": 1.2}
+        path.write_text(json.dumps({"depth": profile, "costs": costs}))
+        assert main([*generate, *options]) == 0
+        mtp = json.loads(capsys.readouterr().out)["mtp"]
+        if depths is None:
+            assert mtp is None
+        else:
+            assert set(mtp["depths"]) <= depths, options
+
+
+@pytest.mark.parametrize("bad", [["--repeats", "0"], ["--depths", "0"], ["-m", "1"]])
+def test_bad_settings_are_refused(bad, capsys):
+    assert main(["tune", *bad]) == 2
+    assert "must be positive" in capsys.readouterr().err
