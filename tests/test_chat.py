@@ -106,7 +106,7 @@ def test_ctrl_c_without_a_turn_and_a_narrow_terminal():
             screen.process.send_signal(signal.SIGINT)
             assert "starts anew" in screen.wait("answer.*> ")
         screen.say("What is 57 + 68?")
-        live = screen.wait("drafts accepted.*> ")
+        live = screen.wait("accepted.*> ")
         lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", live).splitlines()
         assert max(map(len, lines)) <= 40
 
