@@ -1,5 +1,6 @@
 """Compiles and strictly links the extension for macOS arm64 on Linux."""
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -31,7 +32,10 @@ EXTRA_LIBCXX = {
 def run(*args, **kwargs):
     """Runs a command, raises with its output when it fails."""
     args = [str(a) for a in args]
-    done = subprocess.run(args, capture_output=True, text=True, **kwargs)
+    # zigcxx finds this Python and its packages.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "PATH": path}
+    done = subprocess.run(args, capture_output=True, text=True, env=env, **kwargs)
     if done.returncode:
         raise RuntimeError(f"{' '.join(args)}\n{done.stdout}{done.stderr}")
     return done.stdout

@@ -61,9 +61,9 @@ def edges(machine, seed):
         for i in (0, 1):
             yield emulated.sample(x[:, i].copy(), u[:, 1:].copy(), **params)
     # Drafts without probability, and statistics of nothing.
-    x, draft = np.zeros((4, 2, 320)), np.zeros((4, 1, 320), np.float32)
+    x, draft = np.zeros((4, 2, 256)), np.zeros((4, 1, 256), np.float32)
     draft[0, 0, 7] = -np.inf
-    known = np.tile(np.array([np.log(320), -np.inf, 1], np.float32), (4, 1, 1))
+    known = np.tile(np.array([np.log(256), -np.inf, 1], np.float32), (4, 1, 1))
     known[1:, 0, 2] = [0, np.nan, -1]
     inputs = x.astype(np.float32), np.full((4, 1), 7, np.int32), draft
     for options in ({}, {"draft_stats": known}, {"top_p": 0.5, "draft_stats": known}):
@@ -71,7 +71,7 @@ def edges(machine, seed):
             u = np.full((4, 3), coin, np.float32)
             yield emulated.verify_draft(*inputs, uniforms=u, **options)
     # A mask that ends with the row.
-    words = rng.integers(0, 2**32, (2, 10), np.uint32)
+    words = rng.integers(0, 2**32, (2, 8), np.uint32)
     u = np.full((2, 2), 0.5, np.float32)
     yield emulated.sample(inputs[0][:2, 0].copy(), u, allowed=words)
     # Weights that are 0 after the last id that can be drawn, and before the first.
