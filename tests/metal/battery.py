@@ -36,6 +36,14 @@ def turns(machine, seed):
     for t in (1, 0.6):
         yield few.verify_draft(**case, temperature=t)
         yield few.sample(case["target"][:, 0].copy(), u, temperature=t)
+    # Ties within a lane, and chunks of more groups than are read at once.
+    x = cases.rounded(rng.normal(0, 2, (3, 2500)), "bfloat16")
+    x[0, [5, 261, 1029]], x[1, [300, 1324]] = 9, 9
+    u = np.array([[0.7, 0], [0.1, 0.9], [0.999, 0]], np.float32)
+    for chunk, threads in ((4096, 32), (1024, 64)):
+        one = Host(machine, chunk, threads, seed)
+        for params in ({"temperature": 0}, {}, {"top_k": 9}, {"top_p": 0.9}):
+            yield one.sample(x, u, **params)
     # What counts lies in the second turn of a lane, or in both.
     x = rng.normal(0, 1, (5, 17000)).astype(np.float32)
     x[0, 9000], x[1, [300, 8500]], x[2, [300, 8500]] = 9, 9, [8, 9]
@@ -45,8 +53,8 @@ def turns(machine, seed):
         yield many.sample(x, np.full((5, 2), 0.5, np.float32), temperature=t)
 
 
-def edges(machine, seed):
-    """Unusable rows, empty residuals, and uniforms at and past every border."""
+def flaws(machine, seed):
+    """Unusable rows, drafts and parameters, empty residuals."""
     emulated = Host(machine, chunk=256, threads=64, seed=seed)
     rng = np.random.default_rng(1)
     x = rng.normal(0, 1, (6, 2, 300)).astype(np.float32)
@@ -60,7 +68,17 @@ def edges(machine, seed):
         yield emulated.verify_draft(x, tokens, draft, uniforms=u, **params)
         for i in (0, 1):
             yield emulated.sample(x[:, i].copy(), u[:, 1:].copy(), **params)
-    # Drafts without probability, and statistics of nothing.
+    # Flagged after drafts that another thread accepted.
+    x = rng.normal(0, 1, (2, 4, 40)).astype(np.float32)
+    x[:, 3, 5] = np.nan
+    u = np.zeros((2, 5), np.float32)
+    few = Host(machine, threads=32, seed=seed)
+    yield few.verify_draft(x, np.full((2, 3), 7), uniforms=u, min_p=1e-9)
+
+
+def drafts(machine, seed):
+    """Drafts without probability, statistics of nothing, flaws that do not count."""
+    emulated = Host(machine, chunk=256, threads=64, seed=seed)
     x, draft = np.zeros((4, 2, 256)), np.zeros((4, 1, 256), np.float32)
     draft[0, 0, 7] = -np.inf
     known = np.tile(np.array([np.log(256), -np.inf, 1], np.float32), (4, 1, 1))
@@ -70,10 +88,25 @@ def edges(machine, seed):
         for coin in (0, 0.999):
             u = np.full((4, 3), coin, np.float32)
             yield emulated.verify_draft(*inputs, uniforms=u, **options)
+    # The first id as a rejected point mass, and flaws of a draft elsewhere.
+    for params in ({}, {"top_k": 3}, {"min_p": 1e-9}):
+        tokens, u = np.zeros((4, 1), np.int32), np.eye(3, dtype=np.float32)[[0] * 4]
+        yield emulated.verify_draft(inputs[0], tokens, uniforms=u * 0.999, **params)
+    known[:, 0, 2] = 1
+    draft[1, 0, 9], draft[2, 0, 255] = np.nan, np.inf
+    for coin in (0, 0.999, 1.5):
+        u = np.array([[coin, 0.001, 0]] * 4, np.float32)
+        yield emulated.verify_draft(*inputs, uniforms=u, draft_stats=known)
+
+
+def borders(machine, seed):
+    """Uniforms and rows at and past every border."""
+    emulated = Host(machine, chunk=256, threads=64, seed=seed)
+    rng = np.random.default_rng(8)
     # A mask that ends with the row.
     words = rng.integers(0, 2**32, (2, 8), np.uint32)
     u = np.full((2, 2), 0.5, np.float32)
-    yield emulated.sample(inputs[0][:2, 0].copy(), u, allowed=words)
+    yield emulated.sample(np.zeros((2, 256), np.float32), u, allowed=words)
     # Weights that are 0 after the last id that can be drawn, and before the first.
     x = np.full((4, 700), -np.inf, np.float32)
     x[:, [3, 299, 300, 420]] = 0
@@ -87,7 +120,6 @@ def edges(machine, seed):
     long[:, :512] = 0
     yield Host(machine, 1024, 32, seed).sample(long[:, :1000].copy(), u)
     yield emulated.sample(long, u)
-    u = np.array([[0, 0], [0.5, 0], [1, 1], [0.25, 0]], np.float32)
     lengths = np.array([0, 1, -1, 2], np.int32)
     tokens = np.array([[3], [299], [3], [3]], np.int32)
     rows = x[:, None].repeat(2, 1)
@@ -96,12 +128,6 @@ def edges(machine, seed):
         yield emulated.verify_draft(
             rows, tokens, uniforms=u, draft_lengths=lengths, **params
         )
-    # Flagged after drafts that another thread accepted.
-    x = rng.normal(0, 1, (2, 4, 40)).astype(np.float32)
-    x[:, 3, 5] = np.nan
-    u = np.zeros((2, 5), np.float32)
-    few = Host(machine, threads=32, seed=seed)
-    yield few.verify_draft(x, np.full((2, 3), 7), uniforms=u, min_p=1e-9)
     # Logits of both zeros, far apart, and one value alone.
     x = np.array([[-0.0, 0.0, -1, 0], [3e38, -3e38, 5, 3e38], [-80, 2, -90, 1]])
     u = np.full((3, 2), 0.99, np.float32)
@@ -186,7 +212,10 @@ def replays(machine, seed, dtypes=DTYPES):
         yield [emulated.gated_delta_replay(**args, dtype=dtype)]
 
 
+SAMPLING = [units, flaws, drafts, borders, turns, sampling]
+
+
 def everything(machine, seed=0):
     """The outputs of all runs."""
-    parts = [sampling, turns, edges, units, commits, replays]
+    parts = [*SAMPLING, commits, replays]
     return [np.asarray(x) for part in parts for run in part(machine, seed) for x in run]

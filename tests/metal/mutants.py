@@ -133,10 +133,9 @@ def dtypes_of(file):
 def runs(machine, names, dtypes, seed):
     """Outputs of the battery for the kernels of some .metal files."""
     if "sample.metal" in names:
-        yield from battery.units(machine, seed)
-        yield from battery.edges(machine, seed)
-        yield from battery.turns(machine, seed)
-        yield from battery.sampling(machine, seed, dtypes)
+        for part in battery.SAMPLING:
+            every = part is battery.sampling
+            yield from part(machine, seed, dtypes) if every else part(machine, seed)
     if "commit_rows.metal" in names:
         yield from battery.commits(machine, seed)
     if "gated_delta_replay.metal" in names:
@@ -226,15 +225,19 @@ class Workshop:
             return self.sanitizer(mutant, sources, folder, names, dtypes)
 
     def sanitizer(self, mutant, sources, folder, names, dtypes):
-        name = "thread" if mutant.rule == "no barrier" else "address"
-        program = self.build(sources, folder, name)
+        """The one that sees a mutant with the right results, or None."""
         recorder = emulator.Recorder()
         list(runs(recorder, names, dtypes, 1))
         recorder.save(folder / "recording")
-        try:
-            return name if emulator.replay(program, folder / "recording") else None
-        except subprocess.TimeoutExpired:
-            return name
+        barrier = mutant.rule == "no barrier"
+        for name in ["thread"] if barrier else ["address", "undefined"]:
+            program = self.build(sources, folder, name)
+            try:
+                if emulator.replay(program, folder / "recording"):
+                    return name
+            except subprocess.TimeoutExpired:
+                return name
+        return None
 
 
 def survivors():
