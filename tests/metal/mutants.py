@@ -182,7 +182,7 @@ class Workshop:
     def __init__(self, folder):
         self.folder = Path(folder)
         library = emulator.build(
-            host.SOURCES, self.folder / "true.so", include=[host.METAL], flags=["-O1"]
+            host.SOURCES, self.folder / "true.so", include=[host.METAL], flags=["-O0"]
         )
         self.machine = emulator.Emulator(library)
         self.engines = {None: self.folder / "true.engine.o"}
@@ -197,7 +197,8 @@ class Workshop:
     def build(self, sources, folder, sanitize=None):
         build = emulator.build_replay if sanitize else emulator.build
         out = folder / (sanitize or "plain.so")
-        options = {"include": [folder], "flags": ["-O1", "-w"], "sanitize": sanitize}
+        level = "-O1" if sanitize else "-O0"
+        options = {"include": [folder], "flags": [level, "-w"], "sanitize": sanitize}
         if engine := self.engines.get(sanitize):
             return build(sources, out, engine=engine, **options)
         build(sources, out, **options)
