@@ -2,18 +2,19 @@
 
 import json
 import sys
+from dataclasses import replace
 
-import mlx.core as mx
+import numpy as np
 import pytest
 
 import mlx_mtp
 from mlx_mtp.grammar import (
     FORMATS,
+    Grammar,
     GrammarError,
-    GrammarProcessor,
+    GrammarMatcher,
     UnsupportedToolProtocol,
-    answer_constraint,
-    call_constraint,
+    call_grammar,
     load_vocabulary,
 )
 from mlx_mtp.reasoning import (
@@ -59,25 +60,34 @@ def tokens_of(demo):
     return load_vocabulary(demo[1])
 
 
-def allowed(processor, tokens, vocab=4096):
-    """The ids that may follow; the prompt is one token."""
-    row = processor(mx.array([1, *tokens]), mx.zeros((1, vocab)))
-    return {i for i, x in enumerate(row[0].tolist()) if x == 0.0}
+def ids_of(words):
+    """The ids that a mask allows."""
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
 
 
-def after(constraint, tokens_of, ids, vocab=4096):
+def matcher_of(grammar, tokens_of, ids=(), fast_forward=False):
+    """A matcher behind these tokens."""
+    grammar = replace(grammar, fast_forward=fast_forward)
+    matcher = GrammarMatcher(grammar, tokens_of)
+    for token in ids:
+        matcher.accept(token)
+    return matcher
+
+
+def after(grammar, tokens_of, ids):
     """What may follow these tokens."""
-    processor = GrammarProcessor(constraint, tokens_of)
-    allowed(processor, [])
-    return allowed(processor, ids, vocab)
+    return ids_of(matcher_of(grammar, tokens_of, ids).mask())
 
 
-def accepts(constraint, tokens_of, ids):
+def accepts(grammar, tokens_of, ids):
     """Whether the grammar allows these tokens, one by one, and then the end."""
-    processor = GrammarProcessor(constraint, tokens_of)
-    return all(
-        token in allowed(processor, ids[:i]) for i, token in enumerate([*ids, END])
-    )
+    matcher = matcher_of(grammar, tokens_of)
+    for token in [*ids, END]:
+        if token not in ids_of(matcher.mask()):
+            return False
+        matcher.accept(token)
+    return True
 
 
 def written(protocol, *calls):
@@ -100,16 +110,16 @@ def written(protocol, *calls):
 def test_what_a_grammar_accepts_is_parsed_as_the_same_calls(
     protocol, vocabulary, tokens_of
 ):
-    constraint = call_constraint(protocol, TOOLS, vocabulary)
+    grammar = call_grammar(protocol, TOOLS, vocabulary)
     calls = [("convert", ARGUMENTS)]
     if FORMATS[protocol].joiner is not None:
         calls.append(("now", {}))
     text = written(protocol, *calls)
-    assert accepts(constraint, tokens_of, vocabulary.encode(text))
+    assert accepts(grammar, tokens_of, vocabulary.encode(text))
     config = ReasoningConfig("", "", tools=protocol)
     if protocol == "harmony":
         config = family("gpt_oss")
-    parts = split(constraint.opener + text, config, tools=TOOLS)
+    parts = split(grammar.opener + text, config, tools=TOOLS)
     assert [(call.name, call.arguments) for call in parts.tool_calls] == calls
     assert not parts.rejected and not parts.response
 
@@ -127,27 +137,27 @@ def test_what_a_grammar_accepts_is_parsed_as_the_same_calls(
     ],
 )
 def test_calls_that_do_not_fit_are_not_accepted(protocol, call, vocabulary, tokens_of):
-    constraint = call_constraint(protocol, TOOLS, vocabulary)
+    grammar = call_grammar(protocol, TOOLS, vocabulary)
     text = written(protocol, call)
-    assert not accepts(constraint, tokens_of, vocabulary.encode(text))
+    assert not accepts(grammar, tokens_of, vocabulary.encode(text))
 
 
 def test_one_tool_can_be_named(vocabulary, tokens_of):
-    constraint = call_constraint("hermes", TOOLS, vocabulary, "now")
+    grammar = call_grammar("hermes", TOOLS, vocabulary, "now")
     now, convert = (
         vocabulary.encode(written("hermes", call))
         for call in (("now", {}), ("convert", ARGUMENTS))
     )
-    assert accepts(constraint, tokens_of, now)
-    assert not accepts(constraint, tokens_of, convert)
+    assert accepts(grammar, tokens_of, now)
+    assert not accepts(grammar, tokens_of, convert)
     with pytest.raises(ValueError, match="'other', declared tools are: convert, now"):
-        call_constraint("hermes", TOOLS, vocabulary, "other")
+        call_grammar("hermes", TOOLS, vocabulary, "other")
 
 
 def test_no_control_token_stands_inside_of_a_string(vocabulary, tokens_of):
-    constraint = call_constraint("hermes", TOOLS, vocabulary)
+    grammar = call_grammar("hermes", TOOLS, vocabulary)
     start = vocabulary.encode(' "convert", "arguments": {"text": "a')
-    inside = after(constraint, tokens_of, start)
+    inside = after(grammar, tokens_of, start)
     assert len(inside) > 3000
     assert inside.isdisjoint(vocabulary.controls.values())
 
@@ -155,48 +165,49 @@ def test_no_control_token_stands_inside_of_a_string(vocabulary, tokens_of):
 def test_added_tokens_of_any_shape_are_no_text():
     _, tokenizer = mlx_mtp.load("demo")
     tokenizer._tokenizer.add_tokens(["[CALL]"])
-    constraint = answer_constraint({"type": "string"})
+    grammar = Grammar.json_schema({"type": "string"})
     start = tokenizer.encode('"a')
-    inside = after(constraint, load_vocabulary(tokenizer), start, 4097)
+    inside = after(grammar, load_vocabulary(tokenizer), start)
     assert len(inside) > 3000 and 4096 not in inside
 
 
 def test_only_an_end_token_or_another_call_follows(vocabulary, tokens_of, demo):
     one = vocabulary.encode(written("hermes", ("now", {})))
-    constraint = call_constraint("hermes", TOOLS, vocabulary)
+    grammar = call_grammar("hermes", TOOLS, vocabulary)
     newline = vocabulary.encode("\n")
     ends = demo[1].eos_token_ids
-    assert after(constraint, tokens_of, one) == {*ends, *newline}
+    assert after(grammar, tokens_of, one) == {*ends, *newline}
     assert (
-        after(answer_constraint({"const": True}), tokens_of, vocabulary.encode("true"))
+        after(
+            Grammar.json_schema({"const": True}), tokens_of, vocabulary.encode("true")
+        )
         == ends
     )
 
 
-def test_logits_behind_the_vocabulary_are_never_allowed(vocabulary, tokens_of):
-    constraint = answer_constraint({"type": "string"})
-    ids = after(constraint, tokens_of, vocabulary.encode('"a'), vocab=4200)
-    assert ids and max(ids) < 4096
-
-
 def test_looking_ahead_and_back_changes_nothing(vocabulary, tokens_of):
     """Drafts right, wrong from slot i on, and behind the end."""
-    constraint = call_constraint("hermes", TOOLS, vocabulary)
+    grammar = call_grammar("hermes", TOOLS, vocabulary)
     ids = [*vocabulary.encode(written("hermes", ("convert", ARGUMENTS))), END]
-    alone = GrammarProcessor(constraint, tokens_of)
-    expected = [allowed(alone, ids[:i]) for i in range(len(ids))]
-    processor = GrammarProcessor(constraint, tokens_of)
-    for at in range(len(ids)):
-        for wrong in (0, 1, 3, 5):
-            drafts = (ids + [7] * 6)[at : at + 5]
-            drafts[wrong:] = [CLOSE] * (5 - wrong)
-            mark = None
-            for i in range(6):
-                row = allowed(processor, ids[:at] + drafts[:i])
-                if ids[at : at + i] == drafts[:i] and at + i < len(ids):
-                    assert row == expected[at + i]
-                mark = mark or processor.checkpoint()
-            processor.restore(mark)
+    for fast_forward in (False, True):
+        alone = matcher_of(grammar, tokens_of, (), fast_forward)
+        expected = []
+        for token in ids:
+            expected.append((ids_of(alone.mask()), tuple(alone.forced())))
+            alone.accept(token)
+        matcher = matcher_of(grammar, tokens_of, (), fast_forward)
+        for at in range(len(ids)):
+            for wrong in (0, 1, 3, 5):
+                drafts = (ids + [7] * 6)[at : at + 5]
+                drafts[wrong:] = [CLOSE] * (5 - wrong)
+                mark = matcher.checkpoint()
+                for i in range(6):
+                    now = ids_of(matcher.mask()), tuple(matcher.forced())
+                    if ids[at : at + i] == drafts[:i] and at + i < len(ids):
+                        assert now == expected[at + i]
+                    matcher.accept([*drafts, 7][i])
+                matcher.restore(mark)
+            matcher.accept(ids[at])
 
 
 def test_a_json_answer_is_compact_and_fits_its_schema(vocabulary, tokens_of):
@@ -206,7 +217,7 @@ def test_a_json_answer_is_compact_and_fits_its_schema(vocabulary, tokens_of):
         "required": ["sum"],
         "additionalProperties": False,
     }
-    constraint = answer_constraint(schema)
+    grammar = Grammar.json_schema(schema)
     for text, fits in (
         ('{"sum": 1, "ok": true}', True),
         ('{"sum": -12}', True),
@@ -215,7 +226,7 @@ def test_a_json_answer_is_compact_and_fits_its_schema(vocabulary, tokens_of):
         ('{"sum": 1.5}', False),
         ('{"sum": 1} ', False),
     ):
-        assert accepts(constraint, tokens_of, vocabulary.encode(text)) == fits
+        assert accepts(grammar, tokens_of, vocabulary.encode(text)) == fits
 
 
 # Refusals
@@ -224,14 +235,14 @@ def test_a_json_answer_is_compact_and_fits_its_schema(vocabulary, tokens_of):
 @pytest.mark.parametrize("protocol", [*sorted(set(PROTOCOLS) - set(FORMATS)), "new"])
 def test_protocols_without_a_grammar_are_refused(protocol, vocabulary):
     with pytest.raises(UnsupportedToolProtocol, match="auto") as raised:
-        call_constraint(protocol, TOOLS, vocabulary)
+        call_grammar(protocol, TOOLS, vocabulary)
     assert raised.value.protocol == protocol
 
 
 @pytest.mark.parametrize("schema", [{"type": "strin"}, {"not": {}}, False])
 def test_schemas_that_cannot_be_met_are_refused(schema, tokens_of):
     with pytest.raises(GrammarError, match="not supported"):
-        GrammarProcessor(answer_constraint(schema), tokens_of)
+        GrammarMatcher(Grammar.json_schema(schema), tokens_of)
 
 
 def test_a_slow_tokenizer_is_refused():

@@ -12,6 +12,7 @@ _HOME = {
     "stream_generate": ".generation",
     "make_sampler": ".generation",
     "Session": ".session",
+    "Grammar": ".grammar",
     "speculative_step": ".speculative",
     "SpeculativeDecoder": ".speculative",
     "as_target": ".targets",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Literal
@@ -21,14 +21,21 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .drafters import Drafter, MTPHeadDrafter
+from .grammar import Grammar
 from .ops import sample, verify_coupled
 from .reasoning import ThinkingBudget
 from .sampling import SamplingParams, check_seed, stream_key
+from .shaping import Controller
 from .speculative import SpeculativeDecoder, SpeculativeIterator
 from .state import UnsupportedCache, cached_tokens
 from .targets import as_target
 from .telemetry import Telemetry
-from .thinking import ControllerProcessor, make_budget, reasoning_config
+from .thinking import (
+    ControllerProcessor,
+    make_budget,
+    make_guide,
+    reasoning_config,
+)
 
 DEFAULT_DEPTH = 3
 
@@ -172,6 +179,7 @@ def stream_generate(
     mtp: MTP = "auto",
     seed: int | None = None,
     thinking_budget: int | ThinkingBudget | None = None,
+    grammar: Grammar | Mapping | None = None,
     **kwargs,
 ) -> Iterator[Response]:
     """``mlx_lm.stream_generate`` with multi-token prediction.
@@ -189,6 +197,9 @@ def stream_generate(
             tokens, in every mode. An int is that limit for the thoughts of this model,
             with one token of ``max_tokens`` kept for the answer; a ``ThinkingBudget``
             serves one stream.
+        grammar (Grammar or dict, optional): What the answer must fit, in every mode; a
+            dict is a JSON schema. It begins behind the thought that the prompt has
+            opened, and ends the stream. Needs llguidance.
         num_draft_tokens (int or str): Depth for ``"auto"`` and a ``Drafter``;
             ``"adaptive"`` chooses it round by round, see ``SpeculativeDecoder``.
             Default: ``3``.
@@ -206,23 +217,36 @@ def stream_generate(
     Raises:
         ValueError: ``mtp`` asks for a head that the model does not have, or an
             argument is out of range.
-        ReasoningError: The thinking budget cannot be kept.
+        ReasoningError: The thinking budget cannot be kept, or the grammar is not
+            supported.
+        ImportError: llguidance is missing.
     """
     if max_tokens == 0:
         raise ValueError("max_tokens must not be 0 (-1 is no limit).")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     prompt = _encode(tokenizer, prompt)
-    budget = _budget(model, tokenizer, prompt, thinking_budget, max_tokens)
-    if budget is not None and draft_model is not None:
-        raise ValueError("thinking_budget does not work with draft_model.")
+    controller = _controller(
+        model, tokenizer, prompt, thinking_budget, grammar, max_tokens
+    )
+    if controller is not None and draft_model is not None:
+        name = "thinking_budget" if grammar is None else "grammar"
+        raise ValueError(f"{name} does not work with draft_model.")
     if draft_model is not None and getattr(kwargs.get("sampler"), "coupled", False):
         raise ValueError("A coupled sampler does not work with draft_model.")
     check_seed(seed)
     steps, reason = None, None
     if mtp is not None:
         steps, reason = _speculate(
-            model, tokenizer, prompt, max_tokens, draft_model, mtp, seed, budget, kwargs
+            model,
+            tokenizer,
+            prompt,
+            max_tokens,
+            draft_model,
+            mtp,
+            seed,
+            controller,
+            kwargs,
         )
     if seed is not None and (
         steps is None or "sampler" in drawing(kwargs.get("sampler"))
@@ -233,9 +257,9 @@ def stream_generate(
         plain["sampler"] = bind_sampler(
             kwargs.get("sampler"), seed, kwargs.get("prompt_cache"), prompt.size
         )
-        if budget is not None:
+        if controller is not None:
             processors = kwargs.get("logits_processors") or ()
-            plain["logits_processors"] = [*processors, ControllerProcessor(budget)]
+            plain["logits_processors"] = [*processors, ControllerProcessor(controller)]
         telemetry = None if mtp is None else Telemetry(fallback=reason)
         yield from _plain(model, tokenizer, prompt, max_tokens, telemetry, plain)
         return
@@ -321,7 +345,7 @@ def find_decoder(model, mtp: MTP, depth: Depth) -> SpeculativeDecoder | None:
 
 
 def _speculate(
-    model, tokenizer, prompt, max_tokens, draft_model, mtp, seed, budget, kwargs
+    model, tokenizer, prompt, max_tokens, draft_model, mtp, seed, controller, kwargs
 ) -> tuple[SpeculativeIterator | None, str | None]:
     """The stream, or None and the reason why ``mlx_lm`` has to decode it."""
     reason = _plain_reason(draft_model, kwargs)
@@ -334,7 +358,7 @@ def _speculate(
         return None, reason
     try:
         steps = _open(
-            decoder, model, tokenizer, prompt, max_tokens, seed, budget, kwargs
+            decoder, model, tokenizer, prompt, max_tokens, seed, controller, kwargs
         )
     except UnsupportedCache as error:
         return None, str(error)
@@ -350,16 +374,21 @@ def _plain_reason(draft_model, kwargs) -> str | None:
     return None
 
 
-def _budget(model, tokenizer, prompt, budget, max_tokens) -> ThinkingBudget | None:
-    if budget is None or isinstance(budget, ThinkingBudget):
+def _controller(
+    model, tokenizer, prompt, budget, grammar, max_tokens
+) -> Controller | None:
+    """What steers the stream: its thinking budget, its grammar, or both in turn."""
+    if grammar is None and (budget is None or isinstance(budget, ThinkingBudget)):
         return budget
-    return make_budget(
-        reasoning_config(model, tokenizer),
-        tokenizer,
-        prompt.tolist(),
-        budget,
-        max_tokens=None if max_tokens == -1 else max_tokens,
-    )
+    config, prompt = reasoning_config(model, tokenizer), prompt.tolist()
+    if budget is not None and not isinstance(budget, ThinkingBudget):
+        limit = None if max_tokens == -1 else max_tokens
+        budget = make_budget(config, tokenizer, prompt, budget, max_tokens=limit)
+    if grammar is None:
+        return budget
+    if not isinstance(grammar, Grammar):
+        grammar = Grammar.json_schema(grammar)
+    return make_guide(config, tokenizer, prompt, grammar, budget)
 
 
 def drawing(sampler) -> dict:
@@ -374,7 +403,7 @@ def drawing(sampler) -> dict:
 
 
 def _open(
-    decoder, model, tokenizer, prompt, max_tokens, seed, budget, kwargs
+    decoder, model, tokenizer, prompt, max_tokens, seed, controller, kwargs
 ) -> SpeculativeIterator:
     known = {
         "sampler",
@@ -401,7 +430,7 @@ def _open(
         max_tokens=max_tokens,
         **drawing(kwargs.get("sampler")),
         processors=kwargs.get("logits_processors") or (),
-        controller=budget,
+        controller=controller,
         stop_tokens=tokenizer.eos_token_ids,
         caches=caches,
         seed=seed,

@@ -1,7 +1,8 @@
-"""Tool calls and answers that must be valid: grammars as logits processors.
+"""Grammars of tool calls and answers, and what they allow at each token.
 
-The grammars are llguidance's (``pip install 'mlx-mtp[tools]'``). A constraint is the
-text that is written for the model and the grammar of what the model writes behind it.
+They are llguidance's (``pip install 'mlx-mtp[tools]'``). A ``GrammarMatcher`` is a
+controller of the decoding loops: it masks tokens that do not fit, and forces text that
+the grammar leaves no choice about.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
-import mlx.core as mx
 import numpy as np
 
 from .reasoning import ReasoningError, Vocabulary
@@ -22,7 +23,7 @@ Schema = Mapping[str, Any]
 
 
 class GrammarError(ReasoningError):
-    """A JSON schema that cannot be turned into a grammar."""
+    """A grammar, or a JSON schema, that is wrong or not supported."""
 
 
 class UnsupportedToolProtocol(ReasoningError):
@@ -115,26 +116,52 @@ FORMATS = {
 
 
 @dataclass(frozen=True)
-class Constraint:
-    """What must follow.
+class Grammar:
+    """What must be written, to its end and nothing behind it.
 
     Args:
-        lead (str): Text between a thought and the opener.
-        opener (str): Text that is written for the model.
-        lark (str): The grammar of the rest, in llguidance's dialect of Lark.
+        source (str): In llguidance's dialect of Lark, or its JSON form.
+        lead (str): Text that is written between a thought and the opener.
+        opener (str): Text that is written for the model in front of the grammar.
+        fast_forward (bool): Text that the grammar leaves no choice about is written as
+            the tokenizer writes it, without asking the model how to cut it into
+            tokens. Off, the model is only masked.
+
+    Example:
+        >>> Grammar.regex("[0-9]{4}-[0-9]{2}-[0-9]{2}")
+        >>> Grammar('start: "yes" | "no"')
     """
 
-    lead: str
-    opener: str
-    lark: str
+    source: str
+    lead: str = ""
+    opener: str = ""
+    fast_forward: bool = True
+
+    @classmethod
+    def json_schema(cls, schema: Schema | bool, **options) -> Grammar:
+        """JSON of this schema, with the white space of ``json.dumps``.
+
+        Properties are written in the order of the schema. ``options`` are the other
+        arguments.
+        """
+        return cls(f"start: {_json(schema)}", **options)
+
+    @classmethod
+    def regex(cls, pattern: str, **options) -> Grammar:
+        """Text that matches as a whole, in the syntax of Rust's ``regex``.
+
+        Raises:
+            ImportError: llguidance is missing.
+        """
+        return cls(_llguidance().LLMatcher.grammar_from_regex(pattern), **options)
 
 
-def call_constraint(
+def call_grammar(
     protocol: str,
     tools: Sequence[Schema],
     vocabulary: Vocabulary,
     name: str | None = None,
-) -> Constraint:
+) -> Grammar:
     """At least one call of a declared tool, with arguments that fit its schema.
 
     Arguments are written in the order of the schema, and unknown ones are excluded
@@ -176,16 +203,11 @@ def call_constraint(
     more = "" if row.joiner is None else f"({text(row.joiner)} call)*"
     start = f"start: call {more} {text(row.closer)}"
     lark = "\n".join([start, f"call: {calls}", *rules, *([_TEXT] if row.tags else [])])
-    return Constraint(row.lead, row.opener, lark)
-
-
-def answer_constraint(schema: Schema | bool, lead: str = "") -> Constraint:
-    """An answer that is JSON of this schema, with the white space of ``json.dumps``."""
-    return Constraint(lead, "", f"start: {_json(schema)}")
+    return Grammar(lark, row.lead, row.opener)
 
 
 def load_vocabulary(tokenizer):
-    """A tokenizer for ``GrammarProcessor``. Takes about a second, so keep it.
+    """A tokenizer for ``GrammarMatcher``. The first one takes about a second.
 
     Args:
         tokenizer: Of ``mlx_lm`` or ``transformers``, a fast one.
@@ -202,69 +224,122 @@ def load_vocabulary(tokenizer):
             "A grammar needs a fast tokenizer but this one is a "
             f"{type(inner).__name__}."
         )
-    data = json.loads(backend.to_str())
-    # Control tokens are no text, so that none can stand inside of a string.
+    ends = getattr(tokenizer, "eos_token_ids", None) or [tokenizer.eos_token_id]
+    key = (len(inner), *sorted(ends))
+    made = _VOCABULARIES.setdefault(inner, {})
+    if key not in made:
+        made[key] = lib.LLTokenizer(
+            _with_controls(backend.to_str()), eos_token=sorted(ends)
+        )
+    return made[key]
+
+
+_VOCABULARIES: WeakKeyDictionary[Any, dict] = WeakKeyDictionary()
+
+
+def _with_controls(tokenizer: str) -> str:
+    """The tokenizer, with control tokens that are no text: none is part of a string."""
+    data = json.loads(tokenizer)
     for token in data["added_tokens"]:
         token["special"] = not (
             token["content"].isspace() or token["content"].isalnum()
         )
-    eos = getattr(tokenizer, "eos_token_ids", None) or [tokenizer.eos_token_id]
-    return lib.LLTokenizer(json.dumps(data), eos_token=sorted(eos))
+    return json.dumps(data)
 
 
-class GrammarProcessor:
-    """Allows only tokens that fit a constraint; a logits processor with look-ahead.
+class GrammarMatcher:
+    """What a grammar allows at the next token of one stream; a controller.
 
-    The first call is for the first token of the grammar. Behind the last one only an
-    end token is allowed.
+    Behind the last token only an end token is allowed.
 
     Args:
-        constraint: What must follow.
+        grammar: What must be written.
         vocabulary: From ``load_vocabulary``.
+        written: Tokens of the text in front of the grammar; they are forced.
 
     Raises:
-        GrammarError: The grammar or a schema in it is not supported.
+        GrammarError: The grammar is not supported.
     """
 
-    def __init__(self, constraint: Constraint, vocabulary):
-        lib = _llguidance()
-        self._matcher = lib.LLMatcher(vocabulary, constraint.lark, log_level=0)
-        if self._matcher.is_error():
-            reason = self._matcher.get_error().strip().partition("\n")[0]
-            raise GrammarError(f"The schema is not supported: {reason}")
-        self._bits = np.zeros(((vocabulary.vocab_size + 31) // 32,), np.uint32)
-        self._start: int | None = None
-        self._read = 0  # tokens of the grammar that were read
-        self._taken = 0  # of those, the ones that fit
+    masks, biases = True, False
 
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        if self._start is None:
-            self._start = tokens.size
-        new = tokens[self._start + self._read :].tolist()
-        self._read += len(new)
-        if new:
-            self._taken += self._matcher.try_consume_tokens(new)
-        if self._read != self._taken:
-            return logits  # behind a draft that does not fit: never used
-        return mx.where(self._allowed(logits.shape[-1]), logits, -mx.inf)
+    def __init__(self, grammar: Grammar, vocabulary, written: Sequence[int] = ()):
+        lib = _llguidance()
+        self._matcher = lib.LLMatcher(vocabulary, grammar.source, log_level=0)
+        self._check()
+        self._fast_forward = grammar.fast_forward
+        self._bits = np.zeros(((vocabulary.vocab_size + 31) // 32,), np.uint32)
+        self._ends = np.zeros_like(self._bits)
+        for token in vocabulary.eos_tokens:
+            _set(self._ends, token)
+        self._written = tuple(written)
+        self._read = 0  # tokens that were read, with the written ones
+        self._taken = 0  # tokens that the grammar has taken
+        self._due: Sequence[int] | None = self._written or None  # None: not known yet
+
+    def accept(self, token: int) -> None:
+        """Reads one token. Behind one that does not fit, only an end is allowed."""
+        if self._read >= len(self._written) and self._fits:
+            self._taken += self._matcher.try_consume_tokens([token])
+        self._read += 1
+        # The rest of what is due stays due, however it would be cut from here.
+        due = self._due
+        self._due = (due[1:] if due and due[0] == token else None) or None
+
+    def forced(self) -> Sequence[int]:
+        """The tokens of the text that must come next; empty where there is a choice."""
+        if self._due is None:
+            self._due = ()
+            if self._fast_forward and self._fits:
+                self._due = tuple(self._matcher.compute_ff_tokens())
+        return self._due
+
+    def mask(self) -> np.ndarray:
+        """Which tokens may come next, as ``Controller.mask``; the array is reused."""
+        if forced := self.forced():
+            self._bits[:] = 0
+            _set(self._bits, forced[0])
+        elif self._fits and not self._matcher.is_stopped():
+            self._matcher.unsafe_compute_mask_ptr(
+                self._bits.ctypes.data, self._bits.nbytes
+            )
+            self._check()
+        else:
+            self._check()
+            self._bits[:] = self._ends
+        return self._bits
+
+    @property
+    def _fits(self) -> bool:
+        """Whether every token so far does."""
+        return self._read <= self._taken + len(self._written)
+
+    def horizon(self) -> int:
+        """No token is free of the mask, but nothing else happens to any of them."""
+        return 1 << 62
+
+    def bias(self) -> None:
+        """None: a grammar has no preferences."""
 
     def checkpoint(self) -> object:
         """The state, in O(1)."""
-        return self._start, self._read, self._taken
+        return self._read, self._taken, self._due
 
     def restore(self, mark: object) -> None:
         """Goes back to a state."""
-        start, read, taken = mark
+        read, taken, due = mark
         if self._taken > taken:
             self._matcher.rollback(self._taken - taken)
-        self._start, self._read, self._taken = start, read, taken
+        self._read, self._taken, self._due = read, taken, due
 
-    def _allowed(self, size: int) -> mx.array:
-        """``(size,)``, which tokens may come next."""
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        words = mx.array(self._bits)[:, None]
-        bits = ((words >> mx.arange(32, dtype=mx.uint32)) & 1).reshape(-1)[:size]
-        return mx.pad(bits.astype(mx.bool_), [(0, size - bits.size)])
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().strip().partition("\n")[0]
+            raise GrammarError(f"The grammar is not supported: {reason}")
+
+
+def _set(words: np.ndarray, token: int) -> None:
+    words[token // 32] |= np.uint32(1 << (token % 32))
 
 
 def _llguidance():
@@ -272,7 +347,7 @@ def _llguidance():
         import llguidance
     except ImportError:
         raise ImportError(
-            "Required tool calls and JSON answers need llguidance: "
+            "Grammars, required tool calls and JSON answers need llguidance: "
             "pip install 'mlx-mtp[tools]'"
         ) from None
     return llguidance

@@ -156,7 +156,9 @@ class Round:
         return proposal, verified, logits
 
     def draft(self, state, attended) -> Proposal:
-        keys, draws = state["keys"], None
+        """Proposes a block. ``state["given"]``, ``(B, K)``, has tokens that stand in it
+        whatever the drafter says, and -1 in the other places."""
+        keys, draws, given = state["keys"], None, state.get("given")
         if not (self.greedy or self.coupled):
             keys, now = split_keys(keys)
             # Draft draws, coins and the final draw are disjoint columns.
@@ -183,15 +185,21 @@ class Round:
                 filter_order=self.draft_filter_order,
             )
 
+        def place(logits, i):
+            tokens, stats = draw(logits, i)
+            return mx.where(given[:, i] < 0, tokens, given[:, i]), stats
+
         context = DraftContext(
             state["tokens"],
             state["count"],
             state.get("hidden"),
             attended,
             self.depth,
-            draw,
+            draw if given is None else place,
         )
         drafts, draft_state = self.drafter.propose(state["draft"], context)
+        if given is not None:
+            drafts = _place(given, drafts)
         if "limit" in state:
             room = state["limit"] - state["offset"] - 1
             lengths = self.depth if drafts.lengths is None else drafts.lengths
@@ -237,8 +245,21 @@ class Round:
             self.traces += 1
         return verified, out.logits
 
-    def accept(self, state, proposal, logits):
-        """Exact acceptance: tokens and logprobs ``(B, T)``, accepted ``(B,)``."""
+    def finish(self, state, proposal, logits, allowed):
+        """``accept`` under masks and ``commit``, compiled: the state and its counts."""
+        return self._call("finish", self._finish, 0, state, proposal, logits, allowed)
+
+    def _finish(self, state, proposal, logits, allowed, attended):
+        proposal = Proposal(*proposal)
+        tokens, accepted, _ = self.accept(state, proposal, logits, allowed)
+        return self.commit(state, proposal, tokens, accepted)
+
+    def accept(self, state, proposal, logits, allowed=None):
+        """Exact acceptance: tokens and logprobs ``(B, T)``, accepted ``(B,)``.
+
+        Args:
+            allowed (array, optional): Masks ``(B, T, ceil(V / 32))`` uint32.
+        """
         drafts, batch = Drafts(*proposal.drafts), logits.shape[0]
         coins = proposal.uniforms
         if self.coupled:
@@ -250,6 +271,7 @@ class Round:
                 draft_lengths=drafts.lengths,
                 **state["params"],
                 filter_order=self.filter_order,
+                allowed=allowed,
             )
         if coins is None:
             coins = mx.zeros((batch, drafts.tokens.shape[1] + 2))
@@ -262,6 +284,7 @@ class Round:
             draft_lengths=drafts.lengths,
             **state["params"],
             filter_order=self.filter_order,
+            allowed=allowed,
         )
 
     def commit(self, verified, proposal, tokens, accepted):
@@ -307,6 +330,24 @@ class Round:
         if key not in self._compiled:
             self._compiled[key] = mx.compile(partial(function, attended=attended))
         return self._compiled[key](*args)
+
+
+def _place(given: mx.array, drafts: Drafts) -> Drafts:
+    """The drafts with given tokens ``(B, K)`` in them, as the point masses they are."""
+    free = given < 0
+    tokens, logits, stats, lengths = drafts
+    tokens = mx.where(free, tokens, given)
+    if logits is not None:
+        points = mx.arange(logits.shape[-1]) == given[..., None]
+        points = mx.where(points, 0.0, -mx.inf).astype(logits.dtype)
+        logits = mx.where(free[..., None], logits, points)
+    if stats is not None:
+        # The log of their sum is 0, and so is their threshold.
+        stats = mx.where(free[..., None], stats, mx.array([0.0, 0.0, 1.0]))
+    if lengths is not None:
+        count = (~free).sum(axis=1).astype(lengths.dtype)
+        lengths = mx.where(count > 0, count, lengths)
+    return Drafts(tokens, logits, stats, lengths)
 
 
 def stack_states(states: Sequence[RoundState]) -> RoundState:

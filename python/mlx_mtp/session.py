@@ -14,20 +14,14 @@ import json
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .generation import DEFAULT_DEPTH, MTP, Depth
-from .grammar import (
-    Constraint,
-    GrammarProcessor,
-    answer_constraint,
-    call_constraint,
-    load_vocabulary,
-)
+from .grammar import Grammar, GrammarMatcher, call_grammar, load_vocabulary
 from .loops import Loop, find_loop
 from .reasoning import (
     PROTOCOLS,
@@ -161,7 +155,6 @@ class Session:
             capabilities = {capabilities}
         self._check_capabilities({*capabilities, *(["tools"] if tools else [])})
         self._vocabulary = Vocabulary.from_tokenizer(tokenizer)
-        self._grammar_vocabulary = None  # made when it is needed
         self._loop: Loop = find_loop(model, mtp, num_draft_tokens, sampler)
         self._system = system
         self._cancelled = threading.Event()
@@ -196,7 +189,7 @@ class Session:
         answer_reserve: int | None = None,
         max_tokens: int | None = None,
         tool_choice: ToolChoice = "auto",
-        response_format: Mapping[str, Any] | None = None,
+        response_format: Mapping[str, Any] | Grammar | None = None,
         seed: int | None = None,
     ) -> Iterator[Event]:
         """Starts a turn; iterate over the result for its events.
@@ -215,7 +208,8 @@ class Session:
             max_tokens (int, optional): Default: the session's.
             tool_choice: ``"required"`` or ``{"name": ...}`` makes the model call a
                 tool once it has thought; ``"none"`` hides the tools from it.
-            response_format (dict, optional): A JSON schema that the answer fits.
+            response_format (dict or Grammar, optional): What the answer fits; a dict
+                is a JSON schema.
             seed (int, optional): Fixes a sampled turn.
 
         Raises:
@@ -345,7 +339,7 @@ class Session:
 
     def _constrain(
         self, tool_choice: ToolChoice, response_format
-    ) -> tuple[list, Constraint | None]:
+    ) -> tuple[list, Grammar | None]:
         """The tools that the model sees, and what it must write."""
         name = None
         if isinstance(tool_choice, Mapping):
@@ -361,12 +355,15 @@ class Session:
             if response_format is None:
                 return tools, None
             after = (self._config.transition or Transition()).after or "\n\n"
-            return tools, answer_constraint(response_format, after)
+            if isinstance(response_format, Grammar):
+                lead = response_format.lead or after
+                return tools, replace(response_format, lead=lead)
+            return tools, Grammar.json_schema(response_format, lead=after)
         if response_format is not None:
             raise ValueError("response_format and a required tool exclude each other.")
         if not tools:
             raise ValueError("tool_choice requires a tool but the session has none.")
-        return tools, call_constraint(self._config.tools, tools, self._vocabulary, name)
+        return tools, call_grammar(self._config.tools, tools, self._vocabulary, name)
 
     def _plan_thought(
         self, turn: _Turn, thinking, constraint, budget, reserve, tools
@@ -394,11 +391,9 @@ class Session:
             answer_reserve=1 if reserve is None else reserve,
         )
 
-    def _plan_constraint(self, turn: _Turn, constraint: Constraint) -> None:
-        if self._grammar_vocabulary is None:
-            self._grammar_vocabulary = load_vocabulary(self._tokenizer)
+    def _plan_constraint(self, turn: _Turn, constraint: Grammar) -> None:
         turn.constraint = constraint
-        turn.grammar = GrammarProcessor(constraint, self._grammar_vocabulary)
+        turn.grammar = GrammarMatcher(constraint, load_vocabulary(self._tokenizer))
 
     # One turn
 
@@ -429,15 +424,11 @@ class Session:
         try:
             rest = self._feed(turn)
             if turn.thinks or turn.grammar is None:
-                reason = yield from self._decode(
-                    turn, rest, turn.written, turn.budget, None
-                )
+                reason = yield from self._decode(turn, rest, turn.written, turn.budget)
                 rest = []
             if reason is None:
                 written = self._write_opener(turn)
-                reason = yield from self._decode(
-                    turn, rest, written, None, turn.grammar
-                )
+                reason = yield from self._decode(turn, rest, written, turn.grammar)
         except _Cancelled:
             self._forget()
             reason = "cancelled"
@@ -456,7 +447,7 @@ class Session:
         return self._vocabulary.encode(text)
 
     def _decode(
-        self, turn: _Turn, prompt: list[int], written: list[int], budget, grammar
+        self, turn: _Turn, prompt: list[int], written: list[int], controller
     ) -> Iterator[Event]:
         """Decodes behind a prompt and what is written for the model.
 
@@ -470,8 +461,8 @@ class Session:
             prompt,
             self._caches,
             max_tokens=turn.left,
-            controller=budget,
-            processors=[] if grammar is None else [grammar],
+            controller=controller,
+            processors=[],
             stop_tokens=self._tokenizer.eos_token_ids,
             seed=turn.next_seed(),
             progress=self._check_cancelled,
@@ -488,7 +479,7 @@ class Session:
                 yield from turn.take(turn.emitter.push(step.token, forced=step.forced))
                 if self._cancelled.is_set():
                     return "cancelled"
-                if grammar is None and turn.thought_ended():
+                if controller is not turn.grammar and turn.thought_ended():
                     return None
         return "length"
 
@@ -585,8 +576,8 @@ class _Turn:
     thinks: bool = False  # a thought is open when decoding starts
     written: list[int] = field(default_factory=list)  # what opens it
     budget: ThinkingBudget | None = None
-    constraint: Constraint | None = None
-    grammar: GrammarProcessor | None = None
+    constraint: Grammar | None = None
+    grammar: GrammarMatcher | None = None
     started: bool = False  # a token was decoded
     events: list[Event] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)

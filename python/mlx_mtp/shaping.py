@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from .drafters import Drafts
 from .ops import verify_coupled, verify_draft
@@ -23,13 +24,16 @@ Sampler = Callable[[mx.array], mx.array]
 
 
 class Controller(Protocol):
-    """Steers one stream by token ids: it may force tokens and bias logits.
+    """Steers one stream by token ids: it may force tokens, mask them and bias logits.
 
     A block stays exact when it is cut in front of the first forced token, so a
-    controller costs nothing until it forces one.
+    controller costs nothing until it forces one. Masks are made for every position of
+    a block, while the target's forward runs.
 
     Attributes:
         biases (bool, optional): Whether ``bias`` ever gives anything.
+        masks (bool, optional): Whether ``mask`` is there and gives something now.
+            Forced tokens are then the only ones that it allows.
     """
 
     def accept(self, token: int) -> None:
@@ -44,6 +48,10 @@ class Controller(Protocol):
     def bias(self) -> Mapping[int, float] | None:
         """What to add to the logits of the next token."""
 
+    def mask(self) -> np.ndarray:
+        """Which tokens may come next, optional: ``(W,)`` uint32, bit ``i % 32`` of word
+        ``i // 32`` for token i. Ids behind the last word are not allowed."""
+
     def checkpoint(self) -> object:
         """The state, in O(1)."""
 
@@ -51,8 +59,8 @@ class Controller(Protocol):
         """Goes back to a state."""
 
 
-class _Bias:
-    """The bias of a controller as a processor that looks ahead over drafts."""
+class _Steering:
+    """A controller's bias and mask as a processor that looks ahead over drafts."""
 
     def __init__(self, controller: Controller):
         self.controller = controller
@@ -63,7 +71,15 @@ class _Bias:
         if self.ahead:
             self.controller.accept(tokens[-1].item())
         self.ahead = True
-        return add_bias(self.controller.bias(), logits)
+        return steer(self.controller, logits)
+
+
+def steer(controller: Controller, logits: mx.array) -> mx.array:
+    """``logits`` ``(1, V)`` of the next token with the controller's bias and mask."""
+    logits = add_bias(controller.bias(), logits)
+    if not getattr(controller, "masks", False):
+        return logits
+    return apply_mask(mx.array(controller.mask()), logits)
 
 
 def add_bias(bias: Mapping[int, float] | None, logits: mx.array) -> mx.array:
@@ -74,6 +90,35 @@ def add_bias(bias: Mapping[int, float] | None, logits: mx.array) -> mx.array:
     added = mx.array([list(bias.values())], logits.dtype)
     old = mx.take_along_axis(logits, at, axis=1)
     return mx.put_along_axis(logits, at, old + added, axis=1)
+
+
+def apply_mask(words: mx.array, logits: mx.array) -> mx.array:
+    """``logits`` ``(..., V)`` with -inf where a bit of ``words`` ``(W,)`` is 0."""
+    size = logits.shape[-1]
+    bits = (words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    bits = bits.reshape(-1)[:size].astype(mx.bool_)
+    return mx.where(mx.pad(bits, [(0, size - bits.size)]), logits, -mx.inf)
+
+
+def block_masks(
+    controller: Controller, drafts: Sequence[int], vocab_size: int
+) -> np.ndarray:
+    """What may come at each position of a block, ``(1, K + 1, ceil(V / 32))`` uint32.
+
+    Nothing may behind a draft that is not allowed: it is rejected, so those positions
+    do not count.
+    """
+    masks = np.zeros((1, len(drafts) + 1, (vocab_size + 31) // 32), np.uint32)
+    mark = controller.checkpoint()
+    for row, draft in zip(masks[0], [*drafts, -1], strict=True):
+        mask = controller.mask()
+        size = min(len(mask), len(row))
+        row[:size] = mask[:size]
+        if draft < 0 or not row[draft // 32] >> (draft % 32) & 1:
+            break
+        controller.accept(draft)
+    controller.restore(mark)
+    return masks
 
 
 @dataclass
@@ -94,7 +139,7 @@ class RowShaper:
             accepted when it equals the draw (exact for every sampler). ``None`` is
             ratio acceptance by ``ops.verify_draft``.
         params: Keyword arguments of ``ops.verify_draft``.
-        controller: Its bias is applied behind the processors.
+        controller: Its bias and mask are applied behind the processors.
         seed: ``(1, 2)`` of a coupled stream, which is accepted by
             ``ops.verify_coupled``; its coins are the position of the first row.
 
@@ -112,8 +157,8 @@ class RowShaper:
     ):
         self.seed = seed
         self.always = bool(processors) or sampler is not None
-        self.bias = None if controller is None else _Bias(controller)
-        processors = [*processors, *([self.bias] if self.bias else [])]
+        self.steering = None if controller is None else _Steering(controller)
+        processors = [*processors, *([self.steering] if self.steering else [])]
         self.processors, self.sampler, self.params = processors, sampler, params
         self.looks_ahead = all(
             hasattr(p, "checkpoint") and hasattr(p, "restore") for p in processors
@@ -138,13 +183,13 @@ class RowShaper:
                 forced one.
         """
         args = history, logits, drafts, coins, free
-        if self.bias is None:
+        if self.steering is None:
             return self._decide(*args)
-        mark, self.bias.ahead = self.bias.checkpoint(), False
+        mark, self.steering.ahead = self.steering.checkpoint(), False
         try:
             return self._decide(*args)
         finally:
-            self.bias.restore(mark)
+            self.steering.restore(mark)
 
     def _decide(self, history, logits, drafts, coins, free) -> Decision:
         depth = 0 if drafts is None else drafts.tokens.shape[1]

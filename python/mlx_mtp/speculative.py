@@ -121,7 +121,8 @@ class SpeculativeDecoder:
                 place of ``params``; accepts a draft that equals its draw.
             processors: ``processor(tokens (N,), logits (1, V)) -> logits``.
             controller (Controller, optional): Forces tokens, such as a
-                ``mlx_mtp.reasoning.ThinkingBudget``; fed in one forward.
+                ``mlx_mtp.reasoning.ThinkingBudget``, which are fed in one forward; or
+                masks them, such as a ``GrammarMatcher``.
             stop_tokens: The stream ends with the first of these, which is emitted.
             caches: A prompt cache of the model, updated in place.
             seed (int, optional): Fixes the stream, alone or in any batch.
@@ -170,7 +171,7 @@ class SpeculativeDecoder:
         refuse_taken(caches)
         stream = Stream(
             partial(self._round, greedy, coupled, order, draft_params.filter_order),
-            self._pace(greedy, shaper is None),
+            self._pace(greedy, shaper is None and not hasattr(controller, "mask")),
             _check_prompt(prompt, self.target.vocab_size),
             caches,
             shaper,

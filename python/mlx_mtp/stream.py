@@ -16,7 +16,7 @@ from .adaptive import Pace
 from .drafters import Drafts
 from .drafters.base import DrafterState
 from .round import Proposal, Round, RoundState
-from .shaping import Controller, Decision, RowShaper
+from .shaping import Controller, Decision, RowShaper, apply_mask, block_masks
 from .state import cached_tokens, newest
 from .telemetry import Telemetry
 
@@ -65,14 +65,17 @@ class Step:
 class _Pending:
     """A round that is built, perhaps submitted, and not yet read.
 
-    Without ``counts`` the host decides: ``proposal`` then has the drafts, and
-    ``state`` is not committed yet. ``state`` is here until the round is submitted.
+    Without ``counts`` the host decides, or makes masks for it: ``proposal`` then has
+    the drafts, and ``state`` is not committed yet. ``state`` is here until the round is
+    submitted.
     """
 
     state: RoundState | None
     logits: mx.array
     counts: mx.array | None = None
     proposal: Proposal | None = None
+    masks: mx.array | None = None  # (1, T, W), of the rows
+    given: int = 0  # drafts that were forced, not proposed
     fed: int = 1  # rows in front of the drafts; 0 when they are in the caches
 
 
@@ -85,6 +88,7 @@ class _Block:
     accepted: int
     tokens: list[int]
     row: Callable[[int], mx.array]
+    given: int = 0
     kept: int = 0
 
     @property
@@ -184,6 +188,7 @@ class Stream:
         self._prefill_step_size = prefill_step_size
         self._progress = progress or (lambda done, total: None)
         self._traced = True
+        self._masked = False  # whether the controller did when rounds began
         if shaper is not None and shaper.always:
             self.telemetry.fallback = "split round: processors or sampler on the host"
 
@@ -226,6 +231,8 @@ class Stream:
         """Emits rounds until the stream ends, its controller forces tokens, or another
         depth is due."""
         while True:
+            if pending.counts is None and not self._host_decides:
+                pending = self._mask(pending)
             # The next round is built while this one runs, and submitted once this
             # one is known not to be the last.
             ahead = self._build(unread=True) if self._builds_ahead else None
@@ -237,12 +244,17 @@ class Stream:
                 or self._pace.depth != self._round.depth
             )
             if not last:
-                pending = self._submit(ahead or self._build(unread=False))
+                given = self._given
+                if given:
+                    ahead = None  # it drafts where nothing is left to choose
+                pending = self._submit(ahead or self._build(unread=False, given=given))
             del ahead
             for i, token in enumerate(tokens):
                 block.kept = i + 1
-                self.telemetry.round_tokens += block.fed
-                yield self._take(token, i < block.accepted, partial(block.row, i))
+                forced = i < block.given
+                self.telemetry.round_tokens += block.fed and not forced
+                drafted = i < block.accepted and not forced
+                yield self._take(token, drafted, partial(block.row, i), forced)
             if last:
                 return
 
@@ -280,7 +292,7 @@ class Stream:
                 else:
                     self._unfed = [token]
                 _, last = self._cut([token])
-                yield self._take(token, False, partial(_row, logits, 0))
+                yield self._take(token, False, partial(_row, logits, None, 0))
                 if last or self._pace.depth:
                     return out.logits[:, -1:] if more else None
                 drawn, logits = following, out.logits
@@ -315,14 +327,35 @@ class Stream:
 
     def _force(self) -> Iterator[Step]:
         """Emits what the controller forces. It is fed afterwards, all at once."""
-        vocab = self._target.vocab_size
-        while self._controller is not None and (forced := self._controller.forced()):
-            token = int(forced[0])
+        vocab, due = self._target.vocab_size, self._due
+        while due:
+            token = int(due[0])
             self._controller.accept(token)
             self._unfed.append(token)
             yield self._take(token, False, partial(_certain, token, vocab), True)
             if self._ended:
                 return
+            due = self._controller.forced()
+
+    @property
+    def _due(self) -> Sequence[int]:
+        """The forced tokens that are worth a forward of their own."""
+        if self._controller is None:
+            return ()
+        forced = self._controller.forced()
+        if not self._masks:
+            return forced
+        # A short text is given to the rounds in place of drafts, which need not end.
+        # Where the host decides, masks alone force it: a processor sees every row.
+        long = len(forced) > 2 * self._round.width and not self._always
+        return forced if long else ()
+
+    @property
+    def _given(self) -> list[int]:
+        """The forced tokens that stand in the next block."""
+        if "given" not in self._state:
+            return []
+        return list(self._controller.forced()[: self._round.depth])
 
     def _take(
         self, token: int, from_draft: bool, row: Callable, forced: bool = False
@@ -341,11 +374,11 @@ class Stream:
         """The tokens up to a stop, the limit or a forced one; whether one was met."""
         room = self._max_tokens - self.telemetry.emitted
         for i, token in enumerate(tokens):
-            forced = False
+            turned = False
             if self._controller is not None:
                 self._controller.accept(token)
-                forced = bool(self._controller.forced())
-            if forced or token in self._stop_tokens or i + 1 >= room:
+                turned = self._masks != self._masked or bool(self._due)
+            if turned or token in self._stop_tokens or i + 1 >= room:
                 return tokens[: i + 1], True
         return tokens, False
 
@@ -354,13 +387,23 @@ class Stream:
         """Whether the next block needs the host's processors, sampler or bias."""
         if self._shaper is None:
             return False
-        return self._shaper.always or self._free < self._round.width
+        return self._always or self._free < self._round.width
+
+    @property
+    def _always(self) -> bool:
+        """Whether it needs the host's processors or sampler."""
+        return self._shaper is not None and self._shaper.always
+
+    @property
+    def _masks(self) -> bool:
+        """Whether the controller masks the next token."""
+        return getattr(self._controller, "masks", False)
 
     @property
     def _builds_ahead(self) -> bool:
         # Where the host decides only near the horizon, neither round may reach it.
         near = self._shaper is not None and (
-            self._shaper.always or self._free < 2 * self._round.width
+            self._always or self._free < 2 * self._round.width
         )
         more = self.telemetry.emitted + 1 < self._max_tokens
         return self._traced and more and not near
@@ -500,6 +543,9 @@ class Stream:
             None if self._limit == math.inf else self._limit,
         )
         _TAKEN.update(self._caches)
+        self._masked = self._masks
+        if self._masked and not self._always:
+            state["given"] = self._place([])
         self._turn, self._state, self._block = None, state, None
         self._length, self._tokens, self._taken = turn.length, turn.tokens, []
         pending = self._settle(_Pending(state, logits, proposal=proposal, fed=0))
@@ -568,24 +614,35 @@ class Stream:
 
     # One round
 
-    def _build(self, *, unread: bool) -> _Pending:
+    def _build(self, *, unread: bool, given: Sequence[int] = ()) -> _Pending:
         """The graph of the next round; ``unread`` when the last is still running."""
         with self.telemetry.phase("build"):
             known = self._length + (self._round.width if unread else 0)
             self._state, self._attended = self._fit(known + self._round.width)
-            if not self._traced:
-                return self._build_eager()
-            try:
-                return self._build_traced(self._state, self._attended)
-            except Exception as error:
-                if self._round.traces:
-                    raise
-                self._traced = False
-                self.telemetry.fallback = f"eager round: {error}"
-                return None if unread else self._build_eager()
+            if "given" in self._state:
+                self._state = {**self._state, "given": self._place(given)}
+            pending = self._build_round(unread)
+            return pending and replace(pending, given=len(given))
+
+    def _build_round(self, unread: bool) -> _Pending | None:
+        if not self._traced:
+            return self._build_eager()
+        try:
+            return self._build_traced(self._state, self._attended)
+        except Exception as error:
+            if self._round.traces:
+                raise
+            self._traced = False
+            self.telemetry.fallback = f"eager round: {error}"
+            return None if unread else self._build_eager()
+
+    def _place(self, given: Sequence[int]) -> mx.array:
+        """Given tokens as the round takes them, ``(1, K)``."""
+        spare = self._round.depth - len(given)
+        return mx.array([[*given, *[-1] * spare]], mx.int32)
 
     def _build_traced(self, state, attended) -> _Pending:
-        if not self._host_decides:
+        if not (self._masked or self._host_decides):
             state, result = self._round(state, attended)
             return _Pending(state, result.logits, result.counts)
         proposal, state, logits = self._round.halves(state, attended)
@@ -598,8 +655,8 @@ class Stream:
         return self._settle(_Pending(state, logits, proposal=proposal))
 
     def _settle(self, pending: _Pending) -> _Pending:
-        """Accepts and commits on the device, unless the host decides."""
-        if self._host_decides:
+        """Accepts and commits on the device, unless the host has to do with it."""
+        if self._masked or self._host_decides:
             return pending
         tokens, accepted, _ = self._round.accept(
             pending.state, pending.proposal, pending.logits
@@ -629,8 +686,23 @@ class Stream:
         self.telemetry.target_calls += 1
         self.telemetry.draft_calls += self._drafter.forwards(self._round.depth)
         with self.telemetry.phase("submit"):
+            if self._masked:
+                mx.async_eval(pending.proposal)  # the host reads the drafts first
             mx.async_eval(pending.counts, pending.logits, pending.proposal, self._state)
         return pending
+
+    def _mask(self, pending: _Pending) -> _Pending:
+        """Makes the masks of a block while the target runs, and accepts under them."""
+        proposal = pending.proposal
+        with self.telemetry.phase("mask"):
+            drafts = Drafts(*proposal.drafts).tokens.tolist()[0]
+            masks = block_masks(self._controller, drafts, self._target.vocab_size)
+        masks = mx.array(masks)
+        self._state, counts = self._round.finish(
+            self._state, proposal, pending.logits, masks
+        )
+        mx.async_eval(counts, self._state)
+        return replace(pending, counts=counts, proposal=None, masks=masks)
 
     def _read(self, pending: _Pending) -> _Block:
         """Waits for a round: the one point where the host reads the device."""
@@ -638,13 +710,14 @@ class Stream:
         if pending.counts is not None:
             with self.telemetry.phase("wait"):
                 accepted, drafted, *tokens = pending.counts.tolist()[0]
-            row = partial(_row, pending.logits)
+            row = partial(_row, pending.logits, pending.masks)
         else:
             with self.telemetry.phase("shape"):
                 decision, drafted = self._decide(pending)
             accepted, tokens = decision.accepted, decision.tokens
             row = partial(_decided_row, decision.logits)
-        block = _Block(self._length, fed, accepted, tokens[: accepted + 1], row)
+        given = max(min(pending.given, drafted), 0)
+        block = _Block(self._length, fed, accepted, tokens[: accepted + 1], row, given)
         self._block, self._replayable = block, None
         if accepted < 0:
             raise UnusableLogits(_UNUSABLE.format(block.length + fed))
@@ -652,8 +725,9 @@ class Stream:
         seconds = self._since_read()
         if fed:
             self.telemetry.count_depth(self._round.depth)
-            self._pace.add(accepted, seconds)
-            self.telemetry.count_round(drafted, accepted)
+            if not given:
+                self._pace.add(accepted, seconds)
+            self.telemetry.count_round(drafted - given, accepted - given)
         return block
 
     def _decide(self, pending: _Pending) -> tuple[Decision, int]:
@@ -677,8 +751,8 @@ class Stream:
         return decision, drafted if drafts.lengths is None else drafts.lengths.item()
 
 
-def _row(logits: mx.array, i: int) -> mx.array:
-    return logits[0, i]
+def _row(logits: mx.array, masks: mx.array | None, i: int) -> mx.array:
+    return logits[0, i] if masks is None else apply_mask(masks[0, i], logits[0, i])
 
 
 def _decided_row(rows: list[mx.array], i: int) -> mx.array:

@@ -1,9 +1,13 @@
-"""Thoughts in the decoding loop: how a model thinks, and budgets for its streams."""
+"""Thoughts in the decoding loop: how a model thinks, and what steers its streams."""
 
 from __future__ import annotations
 
-import mlx.core as mx
+from collections.abc import Mapping, Sequence
 
+import mlx.core as mx
+import numpy as np
+
+from .grammar import Grammar, GrammarMatcher, load_vocabulary
 from .reasoning import (
     ChatTemplate,
     ReasoningConfig,
@@ -13,7 +17,7 @@ from .reasoning import (
     Vocabulary,
     resolve,
 )
-from .shaping import Controller, add_bias
+from .shaping import Controller, steer
 
 
 class MissingCapability(ReasoningError):
@@ -98,11 +102,92 @@ def make_budget(
     )
 
 
+def make_guide(
+    config: ReasoningConfig | None,
+    tokenizer,
+    prompt: list[int],
+    grammar: Grammar,
+    budget: ThinkingBudget | None = None,
+) -> Controller:
+    """A grammar for the stream behind ``prompt``.
+
+    It begins at once, or behind the thought that the prompt has opened.
+
+    Args:
+        config: How the model thinks, None if it does not.
+        tokenizer: Of ``transformers`` or ``mlx_lm``.
+        prompt: Its token ids.
+        grammar: What must be written.
+        budget: Of the thought.
+
+    Raises:
+        GrammarError: The grammar is not supported.
+        ImportError: llguidance is missing.
+    """
+    thinks = config is not None and config.prompt_opens(tokenizer.decode(prompt))
+    text = grammar.opener
+    if thinks:
+        after = (config.transition or Transition()).after
+        text = (grammar.lead or after or "\n\n") + text
+    written = tokenizer.encode(text, add_special_tokens=False) if text else ()
+    matcher = GrammarMatcher(grammar, load_vocabulary(tokenizer), written)
+    if not thinks:
+        return matcher
+    return AfterThought(budget or make_budget(config, tokenizer, prompt, None), matcher)
+
+
+class AfterThought:
+    """A controller that follows another one where a thought has ended.
+
+    Args:
+        thought: Follows the thought and may limit it.
+        answer: Steers what is behind it.
+    """
+
+    def __init__(self, thought: ThinkingBudget, answer: Controller):
+        self._thought, self._answer = thought, answer
+        self.biases = thought.biases
+
+    @property
+    def masks(self) -> bool:
+        return self._thought.closed and self._answer.masks
+
+    @property
+    def _now(self) -> Controller:
+        return self._answer if self._thought.closed else self._thought
+
+    def accept(self, token: int) -> None:
+        self._now.accept(token)
+
+    def forced(self) -> Sequence[int]:
+        return self._now.forced()
+
+    def horizon(self) -> int:
+        # The next token may end the thought.
+        free = self._now.horizon()
+        return free if self._thought.closed else min(free, 1)
+
+    def bias(self) -> Mapping[int, float] | None:
+        return self._now.bias()
+
+    def mask(self) -> np.ndarray:
+        return self._answer.mask()
+
+    def checkpoint(self) -> object:
+        return self._thought.checkpoint(), self._answer.checkpoint()
+
+    def restore(self, mark: object) -> None:
+        thought, answer = mark
+        self._thought.restore(thought)
+        self._answer.restore(answer)
+
+
 class ControllerProcessor:
     """A controller as a logits processor, for loops that take nothing else.
 
     Forced tokens are forced by a mask. Tokens are read no earlier than the controller
-    may act, so a loop that runs ahead of the host keeps its lead until then.
+    may act, so a loop that runs ahead of the host keeps its lead until then; while it
+    masks, that is at every token.
     """
 
     def __init__(self, controller: Controller):
@@ -114,7 +199,8 @@ class ControllerProcessor:
         controller = self.controller
         if self._start < 0:
             self._start = self._seen = tokens.size  # the prompt
-        if tokens.size - self._seen < controller.horizon():
+        masks = getattr(controller, "masks", False)
+        if not masks and tokens.size - self._seen < controller.horizon():
             return logits
         for token in tokens[self._seen :].tolist():
             controller.accept(token)
@@ -123,4 +209,4 @@ class ControllerProcessor:
             self.forced.add(self._seen - self._start)
             allowed = mx.arange(logits.shape[-1]) == forced[0]
             return mx.where(allowed, 0.0, -mx.inf)[None].astype(logits.dtype)
-        return add_bias(controller.bias(), logits)
+        return steer(controller, logits)
