@@ -29,7 +29,8 @@ class Telemetry:
         seconds (dict[str, float]): Host wall time by phase: ``prefill``; ``build``
             (graph of the next round); ``submit`` (its hand-over, which waits on a
             CPU); ``wait`` (for the round being read); ``shape`` (host-side processors
-            and samplers); ``close``.
+            and samplers); ``mask`` (of a grammar, with the wait for the drafts);
+            ``close``.
         fallback (str | None): Why the stream did not speculate, or not in one
             compiled round.
     """
