@@ -37,9 +37,10 @@ def turns(machine, seed):
         yield few.verify_draft(**case, temperature=t)
         yield few.sample(case["target"][:, 0].copy(), u, temperature=t)
     # Ties within a lane, and chunks of more groups than are read at once.
-    x = cases.rounded(rng.normal(0, 2, (3, 2500)), "bfloat16")
+    x = cases.rounded(rng.normal(0, 2, (4, 2500)), "bfloat16")
     x[0, [5, 261, 1029]], x[1, [300, 1324]] = 9, 9
-    u = np.array([[0.7, 0], [0.1, 0.9], [0.999, 0]], np.float32)
+    x[2, [5, 261, 1029]] = np.nan, 8, 9
+    u = np.array([[0.7, 0], [0.1, 0.9], [0, 0], [0.999, 0]], np.float32)
     for chunk, threads in ((4096, 32), (1024, 64)):
         one = Host(machine, chunk, threads, seed)
         for params in ({"temperature": 0}, {}, {"top_k": 9}, {"top_p": 0.9}):

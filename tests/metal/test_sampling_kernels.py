@@ -256,6 +256,19 @@ def test_sample_flags_bad_rows(machine):
         assert (tokens[good] >= 0).all() and not np.isnan(stats[good]).any()
 
 
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.5}, {"top_k": 5}], ids=str)
+def test_a_flaw_counts_wherever_it_is(machine, params):
+    """Before and behind larger logits of its lane, its simdgroup and its chunk."""
+    rising = np.linspace(-5, 5, 3000, dtype=np.float32)
+    x = np.stack([rising, rising[::-1]] * 6)
+    for r, value in enumerate([np.nan, np.nan, np.inf, np.inf] * 3):
+        x[r, [5, 1029, 2999][r % 3]] = value
+    u = np.full((12, 2), 0.5, np.float32)
+    for chunk, threads in [(4096, 32), (1024, 64), (256, 64)]:
+        tokens, stats = Host(machine, chunk, threads).sample(x, u, **params)
+        assert (tokens == -1).all() and np.isnan(stats).all()
+
+
 def test_greedy_takes_the_lowest_id(machine):
     x = np.array([[0, 3, 1, 3], [-0.0, 0, -1, 0]], np.float32)
     u = np.full((2, 2), 0.9, np.float32)
