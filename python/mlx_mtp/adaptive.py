@@ -146,6 +146,7 @@ class AdaptiveDepth:
         # The cost of plain decoding comes first: everything is compared with it.
         self.depth = min_depth if min_depth not in costs else self._best()
         self._rounds = self._better = 0  # at this depth; of those in favour of another
+        self._known = self.depth in costs  # whether its cost was
         self._wait = WAIT
 
     def add(self, accepted: int, seconds: float) -> None:
@@ -167,7 +168,7 @@ class AdaptiveDepth:
                 self._move(self._best(first=1))
             return
         best = self._best()
-        if self._rounds < SETTLE + PROBE:
+        if self._rounds < (PATIENCE if self._known else SETTLE + PROBE):
             return
         gain = self._rate(best) / self._rate(self.depth)
         self._better = self._better + 1 if gain > GAIN else 0
@@ -192,3 +193,4 @@ class AdaptiveDepth:
 
     def _move(self, depth: int) -> None:
         self.depth, self._rounds, self._better = depth, 0, 0
+        self._known = depth in self.costs
