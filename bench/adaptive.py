@@ -72,7 +72,9 @@ class Bench:
             texts = ["What is ", "The first ", "A house ", "In the ", "It was ", "He "]
             texts = (texts * self.count)[: self.count]
             return [subject.tokenizer.encode(text) for text in texts]
-        questions = prompts.problems(self.count, seed=5)
+        # Answers alone are short.
+        count = self.count if thinking else 5 * self.count
+        questions = prompts.problems(count, seed=5)
         return [subject.encode(question, thinking=thinking) for question in questions]
 
     def replay(self, kind: str) -> dict:

@@ -16,14 +16,14 @@ PACKAGE = Path(mlx_mtp.__file__).parent
 
 # A module may import what stands on a line above its own, and its own subpackage.
 LAYERS = [
-    {"_build", "_ext", "blas", "reasoning", "reference"},
+    {"_build", "_ext", "blas", "reasoning", "reference", "stops"},
     {"ops"},
     {"sampling", "telemetry", "state", "adaptive", "memory", "grammar"},
     {"drafters", "targets"},
     {"round", "shaping"},
     {"stream", "thinking"},
     {"speculative"},
-    {"loading"},
+    {"loading", "processors"},
     {"generation"},
     {"loops"},
     {"session", "proof", "tuning"},
@@ -31,7 +31,11 @@ LAYERS = [
     {"__main__"},
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
-TAKES_MLX_LM = LAYERS[-3] | LAYERS[-2] | {"targets", "loading", "generation", "loops"}
+TAKES_MLX_LM = (
+    LAYERS[-3]
+    | LAYERS[-2]
+    | {"targets", "loading", "processors", "generation", "loops"}
+)
 
 
 def files():

@@ -11,6 +11,7 @@ _HOME = {
     "generate": ".generation",
     "stream_generate": ".generation",
     "make_sampler": ".generation",
+    "make_logits_processors": ".processors",
     "Session": ".session",
     "Grammar": ".grammar",
     "speculative_step": ".speculative",

@@ -15,7 +15,7 @@ from typing import Protocol
 
 KEPT = 16  # newest measurements of a cost
 FORGET = 0.97  # a round's weight against the next one's
-FADE = 0.3
+ANOTHER_TEXT, LONG_AGO = 0.6, 0.3  # what the weight of earlier rounds shrinks to
 PRIOR = (0.8, 2.0)  # acceptance before anything is known, and its weight in rounds
 START = 3  # the first depth, when no cost is known
 GAIN = 1.03  # another depth has to be this much better
@@ -97,10 +97,10 @@ class Acceptance:
             for i, count in enumerate(counts):
                 counts[i] = FORGET * count + (i < n)
 
-    def fade(self) -> None:
-        """Makes what is known count less: it was a while ago."""
-        self._reached = [FADE * x for x in self._reached]
-        self._accepted = [FADE * x for x in self._accepted]
+    def fade(self, share: float) -> None:
+        """Makes what is known count less."""
+        self._reached = [share * x for x in self._reached]
+        self._accepted = [share * x for x in self._accepted]
 
     def at(self, position: int) -> float:
         """Of drafts there whose predecessors were accepted; the prior is the position
@@ -141,7 +141,7 @@ class AdaptiveDepth:
         acceptance: Acceptance | None = None,
     ):
         self.costs, self.acceptance = costs, acceptance or Acceptance()
-        self.acceptance.fade()
+        self.acceptance.fade(ANOTHER_TEXT)
         self.max_depth, self.min_depth = max_depth, min_depth
         # The cost of plain decoding comes first: everything is compared with it.
         self.depth = min_depth if min_depth not in costs else self._best()
@@ -164,7 +164,7 @@ class AdaptiveDepth:
                 if self._rounds >= SETTLE + PROBE:
                     self._move(min(START, self.max_depth))
             elif self._rounds >= self._wait:
-                self.acceptance.fade()
+                self.acceptance.fade(LONG_AGO)
                 self._move(self._best(first=1))
             return
         best = self._best()

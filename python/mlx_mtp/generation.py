@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Literal
@@ -28,6 +29,7 @@ from .sampling import SamplingParams, check_seed, stream_key
 from .shaping import Controller
 from .speculative import SpeculativeDecoder, SpeculativeIterator
 from .state import UnsupportedCache, cached_tokens
+from .stops import StopStrings
 from .targets import as_target
 from .telemetry import Telemetry
 from .thinking import (
@@ -62,6 +64,15 @@ class Response(GenerationResponse):
     @logprobs.setter
     def logprobs(self, value):
         self._logprobs = value
+
+    def top_logprobs(self, n: int) -> list[tuple[int, float]]:
+        """The ``n`` likeliest tokens of this position and their log-probabilities,
+        the likeliest first, the lowest id first on ties."""
+        if n < 0:
+            raise ValueError(f"n must not be negative but is {n}.")
+        row = self.logprobs.astype(mx.float32)
+        ids = mx.argsort(-row)[:n]  # stable
+        return list(zip(ids.tolist(), row[ids].tolist(), strict=True))
 
 
 class Sampler:
@@ -178,6 +189,7 @@ def stream_generate(
     *,
     mtp: MTP = "auto",
     seed: int | None = None,
+    stop: str | Sequence[str] | None = None,
     thinking_budget: int | ThinkingBudget | None = None,
     grammar: Grammar | Mapping | None = None,
     **kwargs,
@@ -193,6 +205,8 @@ def stream_generate(
             ``num_draft_tokens``; a ``SpeculativeDecoder`` is used as it is.
         seed (int, optional): Fixes the stream. Where ``mlx_lm`` or a sampler of its
             own draws, it sets MLX's global random state.
+        stop (str or list of str, optional): The stream ends in front of the first of
+            these strings, with reason ``"stop"``. Text that may become one comes late.
         thinking_budget (int or ThinkingBudget, optional): Ends thoughts after so many
             tokens, in every mode. An int is that limit for the thoughts of this model,
             with one token of ``max_tokens`` kept for the answer; a ``ThinkingBudget``
@@ -235,6 +249,7 @@ def stream_generate(
     if draft_model is not None and getattr(kwargs.get("sampler"), "coupled", False):
         raise ValueError("A coupled sampler does not work with draft_model.")
     check_seed(seed)
+    stops = None if stop is None else StopStrings(stop)
     steps, reason = None, None
     if mtp is not None:
         steps, reason = _speculate(
@@ -261,10 +276,10 @@ def stream_generate(
             processors = kwargs.get("logits_processors") or ()
             plain["logits_processors"] = [*processors, ControllerProcessor(controller)]
         telemetry = None if mtp is None else Telemetry(fallback=reason)
-        yield from _plain(model, tokenizer, prompt, max_tokens, telemetry, plain)
-        return
-    with wired_limit(model, [stream]), steps:
-        yield from _respond(tokenizer, prompt.size, steps, max_tokens, stream)
+        responses = _plain(model, tokenizer, prompt, max_tokens, telemetry, plain)
+    else:
+        responses = _respond(model, tokenizer, prompt.size, steps, max_tokens, stream)
+    yield from responses if stops is None else _until(responses, stops)
 
 
 def generate(model, tokenizer, prompt, verbose: bool = False, **kwargs) -> str:
@@ -442,7 +457,30 @@ def _open(
     )
 
 
-def _respond(tokenizer, prompt_tokens, steps, max_tokens, stream) -> Iterator[Response]:
+def _until(responses: Iterator[Response], stops: StopStrings) -> Iterator[Response]:
+    """The responses up to a stop string, which is left out."""
+    with closing(responses):
+        for response in responses:
+            response.text, met = stops.push(response.text)
+            if met:
+                response.finish_reason = "stop"
+            elif response.finish_reason:
+                response.text += stops.finish()
+            yield response
+            if met:
+                return
+
+
+def _respond(
+    model, tokenizer, prompt_tokens, steps, max_tokens, stream
+) -> Iterator[Response]:
+    with wired_limit(model, [stream]), steps:
+        yield from _detokenize(tokenizer, prompt_tokens, steps, max_tokens, stream)
+
+
+def _detokenize(
+    tokenizer, prompt_tokens, steps, max_tokens, stream
+) -> Iterator[Response]:
     detokenizer = tokenizer.detokenizer
     start = time.perf_counter()
     count = 0

@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--system-prompt", help="A system message in front of it.")
     add("--raw", action="store_true", help="No chat template around the prompt.")
     options.add_decoding(parser, max_tokens=512)
+    add("--stop", action="append", help="End in front of this text; may be repeated.")
     add("--json", action="store_true", help="One JSON object instead of text.")
 
 
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
         num_draft_tokens=args.depth,
         sampler=sampler,
         seed=args.seed,
+        stop=args.stop,
         thinking_budget=args.thinking_budget,
     ):
         text.append(response.text)
