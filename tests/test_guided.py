@@ -25,7 +25,7 @@ from test_exactness import (
     sampled,
     shaped,
 )
-from tiny import tiny_llama, tiny_qwen
+from tiny import TableDrafter, tiny_llama, tiny_qwen
 
 import mlx_mtp
 from mlx_mtp import Grammar, NGramDrafter, SamplingParams, Session, make_sampler
@@ -384,6 +384,8 @@ def run_masked(round_, state, newest, given=False, faulty=False):
             place[newest == 3, 0] = 1
             state = {**state, "given": mx.array(place, mx.int32)}
         proposal, verified, logits = round_.halves(state, SLOTS)
+        forced = (newest == 3) & given
+        assert (np.array(proposal.drafts[0])[forced, 0] == 1).all()
         seen = np.concatenate(
             [newest[:, None], np.clip(proposal.drafts[0], 0, V - 1)], axis=1
         )
@@ -392,7 +394,7 @@ def run_masked(round_, state, newest, given=False, faulty=False):
             masks = np.repeat(masks[:, :1], depth + 1, axis=1)
         state, counts = round_.finish(verified, proposal, logits, mx.array(masks))
         counts = np.array(counts)
-        assert (counts[:, 0] >= 0).all()
+        assert (counts[:, 0] >= forced).all()
         newest = np.take_along_axis(counts[:, 2:], counts[:, :1], axis=1)[:, 0]
         rows.append(counts[:, 2:])
     tokens = np.concatenate(rows, axis=1)
@@ -413,11 +415,14 @@ def masked_joint(context, params):
 
 
 ROWS = 6_000
+# Never drafts what is given.
+FEW = SamplingParams(1.0, top_k=1)
+POOR = TableDrafter(mx.where(mx.arange(V) == 1, -9.0, DRAFTER.table))
 MASKED = [
-    (SamplingParams(1.0), DRAFTER),
-    (SamplingParams(0.7, top_k=2), DRAFTER),
-    (SamplingParams(1.3, top_p=0.8, min_p=0.05), DRAFTER),
-    (SamplingParams(1.0), Copies()),
+    (SamplingParams(1.0), None, DRAFTER),
+    (SamplingParams(0.7, top_k=2), FEW, POOR),
+    (SamplingParams(1.3, top_p=0.8, min_p=0.05), None, DRAFTER),
+    (SamplingParams(1.0), None, Copies()),
 ]
 
 
@@ -433,9 +438,11 @@ MASKED = [
     ],
 )
 def test_every_sequence_has_the_frequency_of_the_masked_model(case, depth, given):
-    params, drafter = MASKED[case]
+    params, draft_params, drafter = MASKED[case]
     round_ = sampled(depth, drafter)
-    state, context = open_rows(round_, [0, 1], params, seed=depth, rows=ROWS)
+    state, context = open_rows(
+        round_, [0, 1], params, draft_params, seed=depth, rows=ROWS
+    )
     tokens = run_masked(round_, state, np.full((ROWS,), context[-1]), given)
     assert p_value(histogram(tokens, V), masked_joint(context, params)) > ALPHA
 
