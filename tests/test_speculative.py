@@ -227,7 +227,29 @@ def test_the_host_waits_once_a_round(scripted, truth, syncs):
     assert steps.telemetry.target_calls - target_calls == len(syncs)
 
 
-def test_a_stream_copies_no_cache(llama):
+class Anything:
+    """A controller whose masks allow every token."""
+
+    masks = True
+
+    def accept(self, token):
+        pass
+
+    def forced(self):
+        return ()
+
+    def mask(self):
+        return np.full(4, 2**32 - 1, np.uint32)
+
+    def checkpoint(self):
+        return None
+
+    def restore(self, mark):
+        pass
+
+
+@pytest.mark.parametrize("controller", [None, Anything()])
+def test_a_stream_copies_no_cache(llama, controller):
     """Of 65,536 slots: one copied buffer would be 16 MiB."""
     truth = plain_tokens(llama, PROMPT, 90)
     decoder = SpeculativeDecoder(as_target(llama), ScriptedDrafter(truth, 128, [2]), 3)
@@ -237,7 +259,7 @@ def test_a_stream_copies_no_cache(llama):
         entry.values = mx.zeros((1, 2, 65536, 32))
     mx.eval([entry.keys for entry in cache], [entry.values for entry in cache])
     before = mx.get_active_memory()
-    steps = decoder.stream(PROMPT, max_tokens=90, caches=cache)
+    steps = decoder.stream(PROMPT, max_tokens=90, caches=cache, controller=controller)
     tokens = [next(steps).token for _ in range(30)]
     mx.reset_peak_memory()
     tokens += tokens_of(steps)
