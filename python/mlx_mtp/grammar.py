@@ -79,6 +79,7 @@ FORMATS = {
     "hunyuan": Format("", '<tool_calls>\n[{"name":', *_CALL, "]\n</tool_calls>", _LIST),
     "granite": Format("", '<|tool_call|>[{"name":', *_CALL, "]", _LIST),
     "llama": Format("", '<|python_tag|>{"name":', ' "', '", "parameters": ', "}", ""),
+    "mistral": Format("", "[TOOL_CALLS]", "", "[ARGS]", "", "", "[TOOL_CALLS]"),
     "cohere": Format(
         "",
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name":',
