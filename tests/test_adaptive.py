@@ -230,12 +230,16 @@ def test_the_policy_is_as_fast_as_the_best_fixed_depth(rate, slope):
     assert best / ours > 0.93
 
 
-def test_costs_are_medians_and_lines_between():
+def test_costs_are_lower_quartiles_and_lines_between():
     costs = Costs({0: 1.0, 2: 1.4, 4: 1.8})
     assert costs(3) == pytest.approx(1.6) and costs(8) == pytest.approx(2.6)
-    for seconds in (1.0, 1.0, 99.0):
+    for seconds in (1.5, 99.0, 99.0, 99.0, 99.0):
         costs.add(2, seconds)
-    assert costs(2) == pytest.approx(1.2)
+    assert costs(2) == 1.5
+    for _ in range(500):
+        costs.add(1, 1.2)
+    assert costs(1) == 1.2 and 4 in costs
+    assert costs(4) == pytest.approx(1.2 * 1.15)  # what it was is too old
     assert Costs()(3) == 1.0
     assert Costs({1: 1.0, 2: 0.5})(5) == 0.5  # deeper is never taken to be cheaper
 

@@ -8,12 +8,12 @@ ended, so the tokens keep their distribution.
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
 
 KEPT = 16  # newest measurements of a cost
+STALE = 400  # rounds after which a cost may have changed
 FORGET = 0.97  # a round's weight against the next one's
 ANOTHER_TEXT, LONG_AGO = 0.6, 0.3  # what the weight of earlier rounds shrinks to
 PRIOR = (0.8, 2.0)  # acceptance before anything is known, and its weight in rounds
@@ -51,7 +51,8 @@ class FixedDepth:
 
 
 class Costs:
-    """Seconds of a round by depth: the median of the newest, a line elsewhere.
+    """Seconds of a round by depth: the lower quartile of the newest, as what disturbs a
+    round makes it slower; a line through other depths where there is none.
 
     Args:
         known (dict, optional): Seconds by depth, as ``mlx-mtp tune`` measured them.
@@ -59,20 +60,25 @@ class Costs:
 
     def __init__(self, known: Mapping[int, float] | None = None):
         self._seconds: dict[int, deque[float]] = {}
+        self._age: dict[int, int] = {}  # of the newest, in rounds of other depths
         for depth, seconds in (known or {}).items():
             self.add(int(depth), seconds)
 
     def add(self, depth: int, seconds: float) -> None:
         self._seconds.setdefault(depth, deque(maxlen=KEPT)).append(seconds)
+        self._age[depth] = 0
+        for other in self._age:
+            self._age[other] += other != depth
 
     def __contains__(self, depth: int) -> bool:
         return depth in self._seconds
 
     def __call__(self, depth: int) -> float:
-        if depth in self._seconds:
-            return statistics.median(self._seconds[depth])
+        if self._age.get(depth, STALE) < STALE:
+            return self._quartile(depth)
         # Through the two measured depths that are nearest, plain decoding last.
-        near = sorted(self._seconds, key=lambda d: (d == 0, abs(d - depth)))[:2]
+        known = [d for d, age in self._age.items() if age < STALE]
+        near = sorted(known, key=lambda d: (d == 0, abs(d - depth)))[:2]
         if not near:
             return 1.0
         if len(near) == 1:
@@ -80,6 +86,10 @@ class Costs:
         a, b = near
         slope = max((self(b) - self(a)) / (b - a), 0.0)
         return max(self(a) + slope * (depth - a), 1e-9)
+
+    def _quartile(self, depth: int) -> float:
+        values = sorted(self._seconds[depth])
+        return values[(len(values) - 1) // 4]
 
 
 class Acceptance:
