@@ -6,6 +6,12 @@ Host: CPU microseconds to make the graph of one round (K = 3, greedy, MTP head) 
 narrow untrained Qwen3.5 models, by the compiled call and by running the Python code of
 the round. The Gated DeltaNet recurrence is one node, as on a GPU.
 
+Loop: where the calling thread's CPU time goes in streams of the demo model, depth 3,
+microseconds a round: ``build``, the graph of the next round; ``submit``, MLX's walk
+over it to its kernels, which any program has that runs this model; ``wait``, the read
+of the last round; ``python``, the loop itself. ``loop`` is all but ``submit``. Kernels
+are not in it: they run on MLX's thread.
+
 Capacity: time and extra peak memory of rounds whose attention reads the first 256
 slots, in key and value buffers of 256 to 65,536 slots. Both must not grow.
 """
@@ -18,6 +24,7 @@ import common
 from common import median, spread
 
 DEPTH = 3
+LOOP_BAR_US = 400
 BARS_US = {16: 700, 48: 2000}  # compiled, by layers
 
 
@@ -30,6 +37,8 @@ def main():
     for layers in (16,) if args.quick else (16, 48):
         rows.append(host_row(layers, calls=50 if args.quick else 200))
         show_host(rows[-1])
+    rows.append(loop_row(streams=3 if args.quick else 10))
+    print(rows[-1])
     capacities = (256, 65536) if args.quick else (256, 1024, 4096, 16384, 65536)
     for row in capacity_rows(capacities, rounds=20 if args.quick else 40):
         rows.append(row)
@@ -108,6 +117,49 @@ def host_row(layers: int, calls: int) -> dict:
         "bar_us": BARS_US[layers],
         "spread": {name: spread(values) for name, values in seconds.items()},
     }
+
+
+def loop_row(streams: int) -> dict:
+    """One row: the medians over streams."""
+    from streams import Subject
+
+    import mlx_mtp.telemetry
+
+    subject, wall = Subject("demo"), mlx_mtp.telemetry.time
+    prompt = subject.encode("What is 5736 + 4868?")
+    parts: dict[str, list[float]] = {}
+    mlx_mtp.telemetry.time = _ThreadClock  # phases in CPU time of this thread
+    try:
+        for turn in range(streams + 1):
+            steps = subject.decoder(DEPTH).stream(prompt, max_tokens=160)
+            next(steps)
+            before, begin = dict(steps.telemetry.seconds), thread_time()
+            for _ in steps:
+                pass
+            total, rounds = thread_time() - begin, steps.telemetry.rounds
+            seconds = steps.telemetry.seconds
+            found = {
+                part: seconds[part] - before.get(part, 0)
+                for part in ("build", "submit", "wait")
+            }
+            found["python"] = total - sum(found.values()) - seconds["close"]
+            loop = found["build"] + found["wait"] + found["python"]
+            for part, value in {**found, "loop": loop}.items():
+                if turn:  # the first compiles
+                    parts.setdefault(part, []).append(1e6 * value / rounds)
+    finally:
+        mlx_mtp.telemetry.time = wall
+    return {
+        "name": "loop",
+        "depth": DEPTH,
+        "bar_us": LOOP_BAR_US,
+        "us_a_round": {part: median(values) for part, values in parts.items()},
+        "spread": spread(parts["loop"]),
+    }
+
+
+class _ThreadClock:
+    perf_counter = staticmethod(thread_time)
 
 
 def capacity_rows(capacities, rounds: int) -> list[dict]:

@@ -11,7 +11,8 @@ from tiny import random_head, random_prompt, tiny_llama, tiny_qwen
 
 import mlx_mtp.round
 from mlx_mtp.cli import main
-from mlx_mtp.cli.verify import lines
+from mlx_mtp.cli.options import chat_prompt
+from mlx_mtp.cli.verify import PROMPTS, TEXT, lines
 from mlx_mtp.drafters import MTPHeadDrafter, NGramDrafter
 from mlx_mtp.proof import ALPHA, Report, Result, Size, Subject, statistics, verify
 from mlx_mtp.round import Round
@@ -109,7 +110,7 @@ def wrong_bonus_row(monkeypatch):
     monkeypatch.setattr(Round, "accept", shifted)
 
 
-@pytest.mark.parametrize(
+faults = pytest.mark.parametrize(
     ("fault", "found_by"),
     [
         (shared_noise, "enumerated"),
@@ -120,14 +121,32 @@ def wrong_bonus_row(monkeypatch):
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )
+
+
+def plant(fault, target, drafter, monkeypatch):
+    if isinstance(fault, type):
+        return fault(drafter.head, target)
+    fault(monkeypatch)
+    return drafter
+
+
+@faults
 def test_a_planted_fault_is_found(parts, fault, found_by, monkeypatch):
     target, drafter = parts
-    if isinstance(fault, type):
-        drafter = fault(drafter.head, target)
-    else:
-        fault(monkeypatch)
+    drafter = plant(fault, target, drafter, monkeypatch)
     report = verify(subject(target, drafter, 1), SMALL)
     assert found_by in failed(report), lines(report)
+
+
+@pytest.mark.slow
+@faults
+def test_a_planted_fault_is_found_on_the_demo(demo_parts, fault, found_by, monkeypatch):
+    tokenizer, target = demo_parts.tokenizer, demo_parts.target
+    drafter = plant(fault, target, demo_parts.drafter, monkeypatch)
+    prompts = [chat_prompt(tokenizer, prompt) for prompt in PROMPTS]
+    text = tokenizer.encode(TEXT)
+    report = verify(Subject(target, drafter, 1, prompts, text), Size(48, 512, 64))
+    assert failed(report) - {"biased control"}, lines(report)
 
 
 def test_too_few_streams_are_a_failure_of_the_control(parts):
