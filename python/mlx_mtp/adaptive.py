@@ -15,11 +15,11 @@ from typing import Protocol
 KEPT = 16  # newest measurements of a cost
 STALE = 400  # rounds after which a cost may have changed
 FORGET = 0.97  # a round's weight against the next one's
-ANOTHER_TEXT, LONG_AGO = 0.6, 0.3  # what the weight of earlier rounds shrinks to
+ANOTHER_TEXT, LONG_AGO = 0.9, 0.3  # what the weight of earlier rounds shrinks to
 PRIOR = (0.8, 2.0)  # acceptance before anything is known, and its weight in rounds
 START = 3  # the first depth, when no cost is known
-GAIN = 1.03  # another depth has to be this much better
-PATIENCE = 2  # rounds in a row
+GAIN = 1.05  # another depth has to be this much better
+PATIENCE = 3  # rounds in a row
 SETTLE = 2  # rounds of a new depth that do not count: they compile
 PROBE = 4  # rounds with drafts that interrupt plain decoding
 WAIT, MAX_WAIT = 48, 512  # plain tokens in front of such a probe
