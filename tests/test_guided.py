@@ -319,6 +319,31 @@ def test_limits_stops_and_closed_streams_leave_exact_caches(demo):
             assert more == again
 
 
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_grammar_that_fails_halfway_leaves_exact_caches(demo, depth):
+    model, tokenizer = demo
+    prompt = render(demo, thinking=False)
+    decoder = SpeculativeDecoder(as_target(model), NGRAM, depth)
+    for calls in (2, 5, 9):
+        matcher = GrammarMatcher(GRAMMARS["schema"], load_vocabulary(tokenizer))
+        mask, left = matcher.mask, iter(range(calls))
+
+        def failing(mask=mask, left=left):
+            if next(left, None) is None:
+                raise GrammarError("too complex")
+            return mask()
+
+        matcher.mask = failing
+        cache, tokens = make_prompt_cache(model), []
+        with pytest.raises(GrammarError):
+            for step in decoder.stream(prompt, controller=matcher, caches=cache):
+                tokens.append(step.token)
+        assert tokens and cache[3].offset == len(prompt) + len(tokens)
+        more = [s.token for s in decoder.stream([10], caches=cache, max_tokens=4)]
+        fresh = [*prompt, *tokens, 10]
+        assert more == [s.token for s in decoder.stream(fresh, max_tokens=4)]
+
+
 def test_a_model_that_cannot_be_traced(demo):
     """The eager round."""
     model = tiny_llama(vocab=4096)
