@@ -32,11 +32,11 @@ METAL_FUNC float finite_inverse(float inv_t) {
 }
 
 METAL_FUNC Density unusable_density() {
-  return Density{0.0f, 1.0f, -INFINITY, 0.0f, -1, 0, 0.0f, 0};
+  return Density{0.0f, 1.0f, -INFINITY, 0.0f, -1, 0, 0.0f, 0, -1};
 }
 
 METAL_FUNC Density point_density(int id) {
-  return Density{0.0f, INFINITY, -INFINITY, 0.0f, id, 1, 0.0f, 0};
+  return Density{0.0f, INFINITY, -INFINITY, 0.0f, id, 1, 0.0f, 0, -1};
 }
 
 // From the sums of a row over {z >= threshold}.
@@ -60,11 +60,17 @@ METAL_FUNC bool is_kept(Density d, float z) {
   return z >= d.threshold && z > -INFINITY;
 }
 
+// Of a logit where there is no point.
+METAL_FUNC float spread_probability(Density d, float z) {
+  float p = fast_exp((z - d.ref) * d.inv_t) * d.scale;
+  return is_kept(d, z) ? p : 0.0f;
+}
+
 METAL_FUNC float probability(Density d, int id, float z) {
   if (d.point >= 0) {
     return id == d.point ? 1.0f : 0.0f;
   }
-  return is_kept(d, z) ? metal::exp((z - d.ref) * d.inv_t) * d.scale : 0.0f;
+  return spread_probability(d, z);
 }
 
 METAL_FUNC float log_softmax(Density d, float z) {

@@ -5,7 +5,7 @@
 #include "fixed_point.h"
 
 // What is drawn from: max(p - q, 0), or p alone.
-template <typename T>
+template <typename T, bool FILTERED>
 struct Weights {
   Row<T> target;
   Row<T> draft;
@@ -14,7 +14,6 @@ struct Weights {
   bool residual;
   // With filters: the maximum of each group. Groups below the threshold are not
   // read.
-  bool filtered;
   const device float* maxima;
 };
 
@@ -23,21 +22,39 @@ struct EightWeights {
   ulong sum;
 };
 
-template <typename T>
-METAL_FUNC EightWeights weights8(Weights<T> x, int id) {
-  Eight z = load8(x.target, id);
-  Eight y = z;
-  if (x.residual && x.q.point < 0) {
-    y = load8(x.draft, id);
+template <typename T, bool FILTERED>
+METAL_FUNC EightWeights weights8(Weights<T, FILTERED> x, int id) {
+  bool spread = x.residual && x.q.point < 0;
+  Eight z;
+  Eight y;
+  if (is_plain(x.target, id + 8)) {
+    // Both at once; a draft that does not count is read in vain.
+    z = load_aligned(x.target.logits + id);
+    y = load_aligned(x.draft.logits + id);
+  } else {
+    z = load_masked(x.target, id);
+    y = z;
+    if (spread) {
+      y = load_masked(x.draft, id);
+    }
+  }
+  float p[8];
+  for (int i = 0; i < 8; ++i) {
+    p[i] = spread_probability(x.p, z.z[i]);
+  }
+  if (spread) {
+    for (int i = 0; i < 8; ++i) {
+      p[i] = metal::max(p[i] - spread_probability(x.q, y.z[i]), 0.0f);
+    }
+  } else if (x.residual) {
+    for (int i = 0; i < 8; ++i) {
+      p[i] = id + i == x.q.point ? 0.0f : p[i];
+    }
   }
   EightWeights out;
   out.sum = 0;
   for (int i = 0; i < 8; ++i) {
-    float p = probability(x.p, id + i, z.z[i]);
-    if (x.residual) {
-      p = metal::max(p - probability(x.q, id + i, y.z[i]), 0.0f);
-    }
-    out.w[i] = fixed_point(p);
+    out.w[i] = fixed_point(p[i]);
     out.sum += out.w[i];
   }
   return out;
@@ -51,18 +68,25 @@ METAL_FUNC int first_group(int begin, int end, uint simdgroup, Team team) {
 }
 
 // Which of the 32 groups from `first` on can have a weight.
-template <typename T>
-METAL_FUNC uint hot_groups(Weights<T> x, int first, int end, uint lane) {
+template <typename T, bool FILTERED>
+METAL_FUNC uint
+hot_groups(Weights<T, FILTERED> x, int first, int end, uint lane) {
   int group = first + int(lane);
   return lanes_where(
-      group < end && (!x.filtered || x.maxima[group] >= x.p.threshold));
+      group < end && (!FILTERED || x.maxima[group] >= x.p.threshold));
 }
 
-// The weight of the groups [begin, end), in every thread. `sums` has one value
-// a simdgroup and keeps the weight of its share for find_id().
-template <typename T>
-METAL_FUNC ulong sum_groups(
-    Weights<T> x,
+// The weight of the groups [begin, end), in every thread, and in lane i that of
+// the shares of the simdgroups up to i. `sums` has one value a simdgroup.
+struct Shares {
+  ulong mine;
+  ulong prefix;
+  ulong total;
+};
+
+template <typename T, bool FILTERED>
+METAL_FUNC Shares sum_groups(
+    Weights<T, FILTERED> x,
     int begin,
     int end,
     threadgroup ulong* sums,
@@ -83,16 +107,18 @@ METAL_FUNC ulong sum_groups(
     sums[team.simdgroup] = sum;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  return simd_total(team.lane < team.simdgroups ? sums[team.lane] : 0ul);
+  Shares shares;
+  shares.mine = team.lane < team.simdgroups ? sums[team.lane] : 0ul;
+  shares.prefix = simd_prefix(shares.mine, team.lane);
+  shares.total = shuffle(shares.prefix, 31);
+  return shares;
 }
 
-// The id in a group where the running sum passes `threshold`, in every lane.
-template <typename T>
+// The id of the 8 of every lane where the running sum passes `threshold`, or
+// the last one with a weight. In every lane.
 METAL_FUNC int
-find_in_group(Weights<T> x, int group, ulong threshold, uint lane) {
-  int id = group * GROUP + int(lane) * 8;
-  EightWeights w = weights8(x, id);
-  Pick found = pick(w.sum, threshold, lane);
+find_in_group(EightWeights w, int id, ulong threshold, uint lane) {
+  Pick found = pick(w.sum, simd_prefix(w.sum, lane), threshold);
   ulong rest = found.rest;
   int last = -1;
   for (int i = 0; i < 8; ++i) {
@@ -109,22 +135,22 @@ find_in_group(Weights<T> x, int group, ulong threshold, uint lane) {
 }
 
 // The id in the groups [begin, end) where the running sum passes `threshold`,
-// or the last one with a weight; after sum_groups() with a sum that is not 0.
+// or the last one with a weight; after sum_groups() with a total that is not 0.
 // In every thread.
-template <typename T>
+template <typename T, bool FILTERED>
 METAL_FUNC int find_id(
-    Weights<T> x,
+    Weights<T, FILTERED> x,
     int begin,
     int end,
     ulong threshold,
-    threadgroup ulong* sums,
+    Shares shares,
     threadgroup int* result,
     Team team) {
-  ulong share = team.lane < team.simdgroups ? sums[team.lane] : 0ul;
-  Pick owner = pick(share, threshold, team.lane);
+  Pick owner = pick(shares.mine, shares.prefix, threshold);
   if (int(team.simdgroup) == owner.lane) {
     ulong rest = owner.rest;
-    int group = -1;
+    EightWeights w = {};
+    int id = -1;
     bool passed = false;
     int last = first_group(begin, end, team.simdgroup + 1, team);
     for (int first = first_group(begin, end, team.simdgroup, team);
@@ -132,38 +158,24 @@ METAL_FUNC int find_id(
          first += 32) {
       uint hot = hot_groups(x, first, last, team.lane);
       for (; hot != 0 && !passed; hot &= hot - 1u) {
-        int next = first + int(metal::ctz(hot));
-        int id = next * GROUP + int(team.lane) * 8;
-        ulong sum = simd_total(weights8(x, id).sum);
+        int next = (first + int(metal::ctz(hot))) * GROUP + int(team.lane) * 8;
+        EightWeights candidate = weights8(x, next);
+        ulong sum = simd_total(candidate.sum);
         if (sum > 0) {
-          group = next;
+          w = candidate;
+          id = next;
           passed = sum > rest;
           rest -= passed ? 0ul : sum;
         }
       }
     }
-    int id = find_in_group(x, group, passed ? rest : TAKE_LAST, team.lane);
+    id = find_in_group(w, id, passed ? rest : TAKE_LAST, team.lane);
     if (team.lane == 0) {
       *result = id;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   return *result;
-}
-
-// The id at quantile u of all weights, -1 if they are all 0.
-template <typename T>
-METAL_FUNC int draw_from_row(
-    Weights<T> x,
-    int groups,
-    ulong u,
-    threadgroup ulong* sums,
-    threadgroup int* result,
-    Team team) {
-  ulong total = sum_groups(x, 0, groups, sums, team);
-  return total == 0
-      ? -1
-      : find_id(x, 0, groups, scale_by(total, u), sums, result, team);
 }
 
 // Weights of the chunks of a row, as stored by an earlier dispatch ...
@@ -197,15 +209,18 @@ METAL_FUNC Pick pick_chunk(Chunks x, int chunks, ulong u, uint lane) {
   int begin = metal::min(int(lane) * each, chunks);
   int end = metal::min(begin + each, chunks);
   ulong sum = 0;
+#pragma unroll 2
   for (int i = begin; i < end; ++i) {
     sum += chunk_weight(x, i);
   }
-  Pick found = pick(sum, scale_by(simd_total(sum), u), lane);
+  ulong prefix = simd_prefix(sum, lane);
+  Pick found = pick(sum, prefix, scale_by(shuffle(prefix, 31), u));
   if (found.lane < 0) {
     return Pick{-1, 0ul};
   }
   ulong rest = found.rest;
   int chunk = begin;
+#pragma unroll 1
   for (int i = begin; i < end; ++i) {
     ulong w = chunk_weight(x, i);
     if (w > 0) {
@@ -220,25 +235,128 @@ METAL_FUNC Pick pick_chunk(Chunks x, int chunks, ulong u, uint lane) {
   return Pick{simd_shuffle(chunk, ushort(from)), shuffle(rest, from)};
 }
 
-// The same for a row whose chunks have known weights.
-template <typename T, typename Chunks>
-METAL_FUNC int draw_from_chunks(
-    Weights<T> x,
-    Chunks weights,
-    int chunks,
-    int chunk_size,
+// A part of a chunk is what one simdgroup reads at once.
+constant constexpr int PART = 1024; // logits
+
+METAL_FUNC int part_size(int chunk) {
+  return metal::min(chunk, PART);
+}
+
+// The weight of the logits [begin, end), a part.
+template <typename T, bool FILTERED>
+METAL_FUNC ulong
+sum_part(Weights<T, FILTERED> x, int begin, int end, uint lane) {
+  end = metal::min(end, x.target.size);
+  ulong sum = 0;
+#pragma unroll
+  for (int j = 0; j < PART; j += GROUP) {
+    if (begin + j < end) {
+      sum += weights8(x, begin + j + int(lane) * 8).sum;
+    }
+  }
+  return simd_total(sum);
+}
+
+// The id in [begin, end) where the running sum passes `threshold`, or the last
+// one with a weight, -1 if there is none. In every lane.
+template <typename T, bool FILTERED>
+METAL_FUNC int find_in_part(
+    Weights<T, FILTERED> x,
+    int begin,
+    int end,
+    ulong threshold,
+    uint lane) {
+  end = metal::min(end, x.target.size);
+  EightWeights w = {};
+  int id = -1;
+  bool passed = false;
+#pragma unroll 1
+  for (int first = begin; first < end && !passed; first += GROUP) {
+    EightWeights candidate = weights8(x, first + int(lane) * 8);
+    ulong sum = simd_total(candidate.sum);
+    if (sum > 0) {
+      w = candidate;
+      id = first + int(lane) * 8;
+      passed = sum > threshold;
+      threshold -= passed ? 0ul : sum;
+    }
+  }
+  return find_in_group(w, id, passed ? threshold : TAKE_LAST, lane);
+}
+
+// The chunks of a row. Where their weights are known only one is read.
+template <typename Weight>
+struct Chunks {
+  Weight weights;
+  int count;
+  int size;
+  bool known;
+};
+
+// The id at quantile u of all weights, -1 if they are all 0.
+template <typename T, bool FILTERED, typename Weight>
+METAL_FUNC int draw(
+    Weights<T, FILTERED> x,
+    Chunks<Weight> chunks,
     ulong u,
     threadgroup ulong* sums,
     threadgroup int* result,
     Team team) {
-  Pick found = pick_chunk(weights, chunks, u, team.lane);
-  if (found.lane < 0) {
+  int begin = 0;
+  int end = (x.target.size + GROUP - 1) / GROUP;
+  ulong threshold = 0;
+  if (chunks.known) {
+    Pick found = pick_chunk(chunks.weights, chunks.count, u, team.lane);
+    begin = metal::max(found.lane, 0) * (chunks.size / GROUP);
+    end = found.lane < 0 ? begin : metal::min(begin + chunks.size / GROUP, end);
+    threshold = found.rest;
+  }
+  Shares shares = sum_groups(x, begin, end, sums, team);
+  if (shares.total == 0) {
     return -1;
   }
-  int begin = found.lane * (chunk_size / GROUP);
-  int groups = (x.target.size + GROUP - 1) / GROUP;
-  int end = metal::min(begin + chunk_size / GROUP, groups);
-  ulong total = sum_groups(x, begin, end, sums, team);
-  return total == 0 ? -1
-                    : find_id(x, begin, end, found.rest, sums, result, team);
+  threshold = chunks.known ? threshold : scale_by(shares.total, u);
+  return find_id(x, begin, end, threshold, shares, result, team);
+}
+
+// The same over candidates in any order, of which every thread has the ids and
+// logits that its index and the number of threads give.
+template <typename T, bool FILTERED>
+METAL_FUNC int draw_few(
+    Weights<T, FILTERED> x,
+    threadgroup int* ids,
+    threadgroup float* z,
+    threadgroup ulong* weights,
+    int count,
+    ulong u,
+    threadgroup int* result,
+    Team team) {
+  for (int i = int(team.thread_index); i < count; i += int(team.threads)) {
+    float p = spread_probability(x.p, z[i]);
+    if (x.residual) {
+      float y = x.q.point < 0 ? load1(x.draft, ids[i]) : 0.0f;
+      p = metal::max(p - probability(x.q, ids[i], y), 0.0f);
+    }
+    weights[i] = fixed_point(p);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  ulong total = 0;
+  for (int j = 0; j < count; ++j) {
+    total += weights[j];
+  }
+  if (total == 0) {
+    return -1;
+  }
+  ulong threshold = metal::min(scale_by(total, u), total - 1ul);
+  for (int i = int(team.thread_index); i < count; i += int(team.threads)) {
+    ulong before = 0;
+    for (int j = 0; j < count; ++j) {
+      before += ids[j] < ids[i] ? weights[j] : 0ul;
+    }
+    if (before <= threshold && threshold < before + weights[i]) {
+      *result = ids[i];
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return *result;
 }

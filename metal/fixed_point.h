@@ -58,20 +58,20 @@ METAL_FUNC ulong simd_prefix(ulong x, uint lane) {
   return x;
 }
 
-// The lane where the running sum of the weights passes the threshold and how
-// much of the threshold is left in it. If it never does, the last lane with a
-// weight and TAKE_LAST. Lane -1 if no lane has a weight.
+// The lane where `sum`, that of the weights up to it, passes the threshold and
+// how much of the threshold is left in it. If it never does, the last lane with
+// a weight and TAKE_LAST. Lane -1 if no lane has a weight.
 struct Pick {
   int lane;
   ulong rest;
 };
 
-METAL_FUNC Pick pick(ulong weight, ulong threshold, uint lane) {
-  ulong sum = simd_prefix(weight, lane);
-  int hit = simd_min(weight > 0 && sum > threshold ? int(lane) : 32);
-  int last = simd_max(weight > 0 ? int(lane) : -1);
-  if (hit == 32) {
-    return Pick{last, TAKE_LAST};
+METAL_FUNC Pick pick(ulong weight, ulong sum, ulong threshold) {
+  uint hits = lanes_where(weight > 0 && sum > threshold);
+  uint all = lanes_where(weight > 0);
+  if (hits == 0) {
+    return Pick{all == 0 ? -1 : 31 - int(metal::clz(all)), TAKE_LAST};
   }
-  return Pick{hit, threshold - shuffle(sum - weight, uint(hit))};
+  uint lane = metal::ctz(hits);
+  return Pick{int(lane), threshold - shuffle(sum - weight, lane)};
 }

@@ -7,7 +7,8 @@ struct Partial {
   float max; // the largest logit
   float sum; // sum of exp(z - max)
   float scaled_sum; // sum of exp((z - max) / temperature)
-  int best; // the lowest id that has the largest logit, -1: NaN or +inf
+  int best; // greedy: the lowest id that has the largest logit; else one near
+            // it; -1: NaN or +inf
 };
 
 // p(z) = scale * exp((z - ref) * inv_t) where z >= threshold, else 0; or all
@@ -21,6 +22,7 @@ struct Density {
   int usable; // 0: nothing can be drawn
   float log_sum; // log of the sum of exp(z - ref), without filters
   int flawed; // 1: a draft row with NaN or +inf
+  int few; // with filters: the number of candidates if they are few, else -1
 };
 
 // Where a sequence stops and what is drawn there.
@@ -57,8 +59,8 @@ struct SampleParams {
 
 struct VerifyDraftParams {
   int vocab; // V
-  int chunk; // logits a threadgroup of the first two dispatches, multiple of
-             // 256
+  int chunk; // logits a threadgroup of the first two dispatches: 256, 512 or
+             // a multiple of 1024
   int chunks; // ceil(V / chunk)
   int groups; // ceil(V / 256)
   int batch; // B

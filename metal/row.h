@@ -9,6 +9,7 @@ constant constexpr int NO_ID = 2147483647;
 
 // A simdgroup reads 256 logits at once, 8 a lane.
 constant constexpr int GROUP = 256;
+constant constexpr int BATCH = 4; // of these, in flight together
 
 template <typename T>
 struct Row {
@@ -60,9 +61,15 @@ METAL_FUNC Eight load_aligned(const device float* x) {
   return Eight{{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
 }
 
+// Whether all logits before `end` can be read as they lie in memory.
+template <typename T>
+METAL_FUNC bool is_plain(Row<T> row, int end) {
+  return row.aligned && !row.masked && end <= row.size;
+}
+
 // The logits from id on, a multiple of 8. Behind the end they are -inf.
 template <typename T>
-METAL_FUNC Eight load8(Row<T> row, int id) {
+METAL_FUNC_SLOW Eight load_masked(Row<T> row, int id) {
   Eight out;
   if (row.aligned && id + 8 <= row.size) {
     out = load_aligned(row.logits + id);
@@ -81,6 +88,12 @@ METAL_FUNC Eight load8(Row<T> row, int id) {
 }
 
 template <typename T>
+METAL_FUNC Eight load8(Row<T> row, int id) {
+  return is_plain(row, id + 8) ? load_aligned(row.logits + id)
+                               : load_masked(row, id);
+}
+
+template <typename T>
 METAL_FUNC float load1(Row<T> row, int id) {
   bool masked = row.masked && !((row.allowed[id / 32] >> uint(id % 32)) & 1u);
   return masked ? -INFINITY : float(row.logits[id]);
@@ -96,6 +109,13 @@ METAL_FUNC Partial empty_partial() {
   return Partial{LOWEST, 0.0f, 0.0f, NO_ID};
 }
 
+constant constexpr float LOG2_E = 1.4426950408889634f;
+
+// exp(x). Its error is below 1e-6 where the value is not too small to count.
+METAL_FUNC float fast_exp(float x) {
+  return metal::fast::exp2(x * LOG2_E);
+}
+
 METAL_FUNC Partial merge(Partial a, Partial b, float inv_t) {
   float m = metal::max(a.max, b.max);
   int best = a.max == b.max ? metal::min(a.best, b.best)
@@ -105,45 +125,68 @@ METAL_FUNC Partial merge(Partial a, Partial b, float inv_t) {
   float db = b.max - m;
   return Partial{
       m,
-      a.sum * metal::exp(da) + b.sum * metal::exp(db),
-      a.scaled_sum * metal::exp(da * inv_t) +
-          b.scaled_sum * metal::exp(db * inv_t),
+      a.sum * fast_exp(da) + b.sum * fast_exp(db),
+      a.scaled_sum * fast_exp(da * inv_t) + b.scaled_sum * fast_exp(db * inv_t),
       metal::min(a.best, b.best) < 0 ? -1 : best};
 }
 
 // What the sums of a row need to know of its density: the scaled sum counts
-// {z >= floor} only.
+// {z >= floor} only. Without `plain` the other sum is not wanted and only tells
+// whether there is one.
 struct Scaling {
   float inv_t;
   float floor;
+  bool plain;
+  bool greedy;
 };
 
-METAL_FUNC Partial merge(Partial a, Eight x, int id, Scaling scaling) {
+METAL_FUNC Scaling make_scaling(float inv_t, float floor, bool plain) {
+  bool greedy = inv_t == INFINITY;
+  inv_t = greedy ? 1.0f : inv_t;
+  plain = plain ? inv_t != 1.0f : false;
+  return Scaling{inv_t, floor, plain, greedy};
+}
+
+// With 8 more logits. The best id is that of the first of them. The sums are
+// NaN if a logit is NaN or +inf.
+METAL_FUNC Partial add_any(Partial a, Eight x, int id, Scaling scaling) {
+  float m = x.z[0];
+  for (int i = 1; i < 8; ++i) {
+    m = metal::max(m, x.z[i]);
+  }
   Partial b = a;
-  bool usable = true;
-  for (int i = 0; i < 8; ++i) {
-    if (is_unusable(x.z[i])) {
-      usable = false;
-      x.z[i] = -INFINITY;
-    }
-    if (x.z[i] > b.max || (x.z[i] == b.max && b.best == NO_ID)) {
-      b.max = x.z[i];
-      b.best = id + i;
-    }
+  if (m > a.max || (m == a.max && a.best == NO_ID)) {
+    b.max = m;
+    b.best = id;
+    b.sum *= fast_exp(a.max - m);
+    b.scaled_sum *= fast_exp((a.max - m) * scaling.inv_t);
   }
-  b.best = usable && a.best >= 0 ? b.best : -1;
-  b.sum *= metal::exp(a.max - b.max);
-  for (int i = 0; i < 8; ++i) {
-    b.sum += metal::exp(x.z[i] - b.max);
-  }
-  if (scaling.inv_t == 1.0f && scaling.floor == -INFINITY) {
-    b.scaled_sum = b.sum;
+  float factor = scaling.inv_t * LOG2_E;
+  if (scaling.plain) {
+    for (int i = 0; i < 8; ++i) {
+      float d = x.z[i] - b.max;
+      b.sum += fast_exp(d);
+      b.scaled_sum += metal::fast::exp2(d * factor);
+    }
     return b;
   }
-  b.scaled_sum *= metal::exp((a.max - b.max) * scaling.inv_t);
   for (int i = 0; i < 8; ++i) {
-    float e = metal::exp((x.z[i] - b.max) * scaling.inv_t);
-    b.scaled_sum += x.z[i] >= scaling.floor ? e : 0.0f;
+    float e = metal::fast::exp2((x.z[i] - b.max) * factor);
+    b.scaled_sum += x.z[i] < scaling.floor ? 0.0f : e;
+  }
+  b.sum = b.scaled_sum;
+  return b;
+}
+
+// The same without the logits that are NaN or +inf, which make the best id -1.
+METAL_FUNC Partial add(Partial a, Eight x, int id, Scaling scaling) {
+  Partial b = add_any(a, x, id, scaling);
+  if (is_unusable(b.scaled_sum)) {
+    for (int i = 0; i < 8; ++i) {
+      x.z[i] = is_unusable(x.z[i]) ? -INFINITY : x.z[i];
+    }
+    b = add_any(a, x, id, scaling);
+    b.best = -1;
   }
   return b;
 }
@@ -151,23 +194,32 @@ METAL_FUNC Partial merge(Partial a, Eight x, int id, Scaling scaling) {
 METAL_FUNC Partial simd_merge(Partial a, float inv_t) {
   float m = simd_max(a.max);
   float d = a.max - m;
-  int lowest = simd_min(a.best);
-  int best = simd_min(a.max == m ? a.best : NO_ID);
+  int best = a.best < 0 || a.max == m ? a.best : NO_ID;
   return Partial{
       m,
-      simd_sum(a.sum * metal::exp(d)),
-      simd_sum(a.scaled_sum * metal::exp(d * inv_t)),
-      lowest < 0 ? -1 : best};
+      simd_sum(a.sum * fast_exp(d)),
+      simd_sum(a.scaled_sum * fast_exp(d * inv_t)),
+      simd_min(best)};
 }
 
 // The sums of a whole row, in every lane of a simdgroup.
 METAL_FUNC Partial
 combine(const device Partial* partials, int chunks, float inv_t, uint lane) {
   Partial a = empty_partial();
+#pragma unroll 1
   for (int i = int(lane); i < chunks; i += 32) {
     a = merge(a, partials[i], inv_t);
   }
   return simd_merge(a, inv_t);
+}
+
+// The first of 8 logits from id on that is the maximum of its row.
+template <typename T>
+METAL_FUNC int find_best(Row<T> row, int id, float max) {
+  while (id + 1 < row.size && load1(row, id) != max) {
+    ++id;
+  }
+  return id;
 }
 
 // The sums of one chunk and, if `maxima` is wanted, the maximum of each of its
@@ -186,18 +238,40 @@ METAL_FUNC void reduce_chunk(
   Partial a = empty_partial();
   int step = int(team.simdgroups) * GROUP;
   for (int base = begin + int(team.simdgroup) * GROUP; base < end;
-       base += step) {
-    int id = base + int(team.lane) * 8;
-    Eight x = load8(row, id);
-    a = merge(a, x, id, scaling);
-    if (want_maxima) {
-      float m = x.z[0];
-      for (int i = 1; i < 8; ++i) {
-        m = metal::max(m, x.z[i]);
+       base += step * BATCH) {
+    Eight x[BATCH];
+    int last = base + step * (BATCH - 1) + GROUP;
+    if (last <= end && is_plain(row, last)) {
+      // All are read before one is used.
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j) {
+        int first = base + j * step;
+        x[j] = load_aligned(row.logits + first + int(team.lane) * 8);
       }
-      m = simd_max(m);
-      if (team.lane == 0) {
-        maxima[base / GROUP] = m;
+    } else {
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j) {
+        int first = base + j * step;
+        int id = first < end ? first + int(team.lane) * 8 : row.size;
+        x[j] = load_masked(row, id);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      int first = base + j * step;
+      if (first >= end) {
+        continue;
+      }
+      a = add(a, x[j], first + int(team.lane) * 8, scaling);
+      if (want_maxima) {
+        float m = x[j].z[0];
+        for (int i = 1; i < 8; ++i) {
+          m = metal::max(m, x[j].z[i]);
+        }
+        m = simd_max(m);
+        if (team.lane == 0) {
+          maxima[first / GROUP] = m;
+        }
       }
     }
   }
@@ -213,6 +287,8 @@ METAL_FUNC void reduce_chunk(
     }
     a = simd_merge(each, scaling.inv_t);
     if (team.lane == 0) {
+      bool known = scaling.greedy && a.best >= 0 && a.best != NO_ID;
+      a.best = known ? find_best(row, a.best, a.max) : a.best;
       *out = a;
     }
   }

@@ -40,7 +40,7 @@ kernel void sample_partials(
       sample_row(logits, allowed, params, r),
       begin,
       metal::min(begin + params.chunk, params.vocab),
-      Scaling{finite_inverse(inv_t), -INFINITY},
+      make_scaling(inv_t, -INFINITY, true),
       params.filtered != 0,
       maxima + long(r) * params.groups,
       partials + long(r) * params.chunks + chunk,
@@ -62,7 +62,7 @@ METAL_FUNC void write_stats(Density d, device float* stats) {
   }
 }
 
-template <typename T>
+template <typename T, bool FILTERED>
 kernel void sample_draw(
     const device T* logits [[buffer(0)]],
     const device float* uniforms [[buffer(1)]],
@@ -81,6 +81,10 @@ kernel void sample_draw(
     uint threads [[threads_per_threadgroup]]) {
   TG_ARRAY(atomic_uint, histogram, 2 * BINS);
   TG_ARRAY(ulong, sums, 32);
+  TG_ARRAY(int, ids, FEW);
+  TG_ARRAY(float, candidates, FEW);
+  TG_ARRAY(ulong, weights, FEW);
+  TG_ARRAY(atomic_uint, shared, 7);
   TG_ARRAY(int, result, 1);
   Team team = make_team(thread_index, threads);
   Row<T> row = sample_row(logits, allowed, params, r);
@@ -100,21 +104,23 @@ kernel void sample_draw(
   Partial whole =
       combine(partials, params.chunks, finite_inverse(inv_t), team.lane);
   Density d = make_density(whole, inv_t, -INFINITY);
-  if (params.filtered != 0) {
+  if (FILTERED) {
     Maxima groups = {maxima, params.groups};
-    d = apply_filters(row, groups, whole, sampling, histogram, sums, team);
+    Few none = {ids, candidates, weights, shared, FEW + 1};
+    Workspace work = {histogram, sums, none};
+    d = apply_filters(row, groups, whole, sampling, work, team);
   }
   int token = -1;
   if (d.usable != 0 && d.point >= 0) {
     token = d.point;
   } else if (d.usable != 0) {
-    bool filtered = params.filtered != 0;
-    Weights<T> x = {row, row, d, d, false, filtered, maxima};
-    PartialWeights chunks = {partials, d};
-    token = filtered
-        ? draw_from_row(x, params.groups, u, sums, result, team)
-        : draw_from_chunks(
-              x, chunks, params.chunks, params.chunk, u, sums, result, team);
+    Weights<T, FILTERED> x = {row, row, d, d, false, maxima};
+    PartialWeights by_sums = {partials, d};
+    Chunks<PartialWeights> chunks = {
+        by_sums, params.chunks, params.chunk, !FILTERED};
+    token = FILTERED && d.few >= 0
+        ? draw_few(x, ids, candidates, weights, d.few, u, result, team)
+        : draw(x, chunks, u, sums, result, team);
   }
   if (team.thread_index == 0) {
     tokens[r] = token;

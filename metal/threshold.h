@@ -75,17 +75,19 @@ METAL_FUNC Bins make_bins(uint low, uint high, uint spare, bool first) {
 }
 
 // The smallest key from low on whose bin is at most `bin`, high + 1 if there is
-// none.
-METAL_FUNC uint first_key(Bins bins, int bin, uint spare) {
+// none. Every lane tries another one.
+METAL_FUNC uint first_key(Bins bins, int bin, uint spare, uint lane) {
   uint low = bins.low;
   uint high = bins.high + 1u;
   while (low < high) {
-    uint middle = low + (high - low) / 2u;
-    if (bin_of(bins, middle, from_key(middle, spare)) <= bin) {
-      high = middle;
-    } else {
-      low = middle + 1u;
-    }
+    uint step = (high - low) / 32u + 1u;
+    uint key = metal::min(low + lane * step, high);
+    bool reached =
+        key == high || bin_of(bins, key, from_key(key, spare)) <= bin;
+    uint first = metal::ctz(lanes_where(reached));
+    uint end = metal::min(low + first * step, high);
+    low = first == 0 ? low : metal::min(end - step + 1u, high);
+    high = first == 0 ? low : end;
   }
   return low;
 }
@@ -151,7 +153,7 @@ struct WeightedMaxima {
 };
 
 METAL_FUNC ulong weight_of(Density d, bool count, float z) {
-  return count ? 1ul : fixed_point(probability(d, -1, z));
+  return count ? 1ul : fixed_point(spread_probability(d, z));
 }
 
 METAL_FUNC void add_all(
@@ -239,7 +241,7 @@ pick_bin(threadgroup atomic_uint* histogram, ulong threshold, uint lane) {
     sums[i] = (high << 32) + low;
     mine += sums[i];
   }
-  Pick found = pick(mine, threshold, lane);
+  Pick found = pick(mine, simd_prefix(mine, lane), threshold);
   if (found.rest == TAKE_LAST) {
     return Pick{-1, 0ul};
   }
@@ -253,9 +255,27 @@ pick_bin(threadgroup atomic_uint* histogram, ulong threshold, uint lane) {
       simd_shuffle(int(lane) * each + bin, ushort(from)), shuffle(rest, from)};
 }
 
+// The same for the weights of a source.
+template <typename Source>
+METAL_FUNC Pick find_bin(
+    Source source,
+    Bins bins,
+    uint spare,
+    ulong threshold,
+    threadgroup atomic_uint* histogram,
+    Team team) {
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint i = team.thread_index; i < 2u * uint(BINS); i += team.threads) {
+    atomic_store_explicit(&histogram[i], 0u, memory_order_relaxed);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  add_all(histogram, source, bins, spare, team);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return pick_bin(histogram, threshold, team.lane);
+}
+
 // The largest t in [bottom, top] for which the weights of {z >= t} reach
-// `target`, or with `exact` off some t a little below it. -INFINITY if they
-// never do.
+// `target`, -INFINITY if they never do.
 template <typename Source>
 METAL_FUNC float find_threshold(
     Source source,
@@ -263,29 +283,21 @@ METAL_FUNC float find_threshold(
     float top,
     uint spare,
     ulong target,
-    bool exact,
     threadgroup atomic_uint* histogram,
     Team team) {
   uint low = to_key(bottom, spare);
   uint high = to_key(top, spare);
   ulong threshold = metal::max(target, 1ul) - 1ul;
-  for (bool first = true; first || (exact && low < high); first = false) {
+  for (bool first = true; first || low < high; first = false) {
     Bins bins = make_bins(low, high, spare, first);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint i = team.thread_index; i < 2u * uint(BINS); i += team.threads) {
-      atomic_store_explicit(&histogram[i], 0u, memory_order_relaxed);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    add_all(histogram, source, bins, spare, team);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    Pick bin = pick_bin(histogram, threshold, team.lane);
+    Pick bin = find_bin(source, bins, spare, threshold, histogram, team);
     if (bin.lane < 0) {
       return -INFINITY;
     }
     threshold = bin.rest;
-    low = first_key(bins, bin.lane, spare);
+    low = first_key(bins, bin.lane, spare, team.lane);
     if (bin.lane > 0) {
-      high = first_key(bins, bin.lane - 1, spare) - 1u;
+      high = first_key(bins, bin.lane - 1, spare, team.lane) - 1u;
     }
   }
   return from_key(low, spare);
@@ -316,7 +328,7 @@ total_weight(Weighted<T> x, float t, threadgroup ulong* sums, Team team) {
 }
 
 // A t for which {z >= t} reaches the target: the maxima of the groups alone do.
-// -INFINITY if there is none.
+// -INFINITY if there is none that is near the largest logit.
 template <typename T>
 METAL_FUNC float find_bound(
     Weighted<T> x,
@@ -325,8 +337,15 @@ METAL_FUNC float find_bound(
     Team team) {
   WeightedMaxima maxima = {x.maxima, x.density, x.count};
   float top = x.density.ref;
-  return find_threshold(
-      maxima, -INFINITY, top, 0u, target, false, histogram, team);
+  Bins bins = {0u, to_key(top, 0u), 0, true, top, float(BINS) / 32.0f};
+  ulong threshold = metal::max(target, 1ul) - 1ul;
+  int bin = find_bin(maxima, bins, 0u, threshold, histogram, team).lane;
+  if (bin < 0 || bin == BINS - 1) {
+    return -INFINITY;
+  }
+  // Below the end of the bin by more than any rounding.
+  float end = top - float(bin + 1) / bins.per_unit;
+  return end - 1e-6f * (metal::max(top, -top) + metal::max(end, -end));
 }
 
 // The k-th largest logit.
@@ -334,37 +353,190 @@ template <typename T>
 METAL_FUNC float find_top_k(
     Weighted<T> x,
     int k,
+    float bottom,
     threadgroup atomic_uint* histogram,
     Team team) {
   x.count = true;
-  ulong target = ulong(k);
-  float bottom = find_bound(x, target, histogram, team);
   uint spare = spare_bits(T(0.0f));
   float top = x.density.ref;
-  return find_threshold(x, bottom, top, spare, target, true, histogram, team);
+  return find_threshold(x, bottom, top, spare, ulong(k), histogram, team);
 }
 
-// The smallest kept logit of {z >= from} that holds `top_p` of its mass.
+// The smallest kept logit of {z >= from} that holds `target` of its weight.
 template <typename T>
 METAL_FUNC float find_top_p(
     Weighted<T> x,
     float from,
-    float top_p,
+    ulong target,
     threadgroup atomic_uint* histogram,
-    threadgroup ulong* sums,
     Team team) {
-  Density d = x.density;
-  ulong all = from > -INFINITY ? total_weight(x, from, sums, team) : ONE;
-  ulong target = scale_by(all, fine_uniform(top_p, 0.0f));
-  float bottom = from;
-  if (from == -INFINITY) {
-    // All logits below this together have half of the mass that may be cut.
-    float cut = 0.5f * (1.0f - top_p) / (d.scale * float(x.row.size));
-    bottom = metal::min(d.ref + metal::log(cut) / d.inv_t, d.ref);
-    bottom = metal::max(bottom, find_bound(x, target, histogram, team));
-  }
   uint spare = spare_bits(T(0.0f));
-  return find_threshold(x, bottom, d.ref, spare, target, true, histogram, team);
+  float top = x.density.ref;
+  return find_threshold(x, from, top, spare, target, histogram, team);
+}
+
+// All logits below this together have half of the mass that may be cut.
+METAL_FUNC float cut_bound(Density d, float top_p, int size) {
+  float cut = 0.5f * (1.0f - top_p) / (d.scale * float(size));
+  return metal::min(d.ref + metal::log(cut) / d.inv_t, d.ref);
+}
+
+// The largest logits of a row in threadgroup memory, in any order, where they
+// are not more than FEW. What is asked of them is counted pair by pair.
+constant constexpr int FEW = 512;
+
+struct Few {
+  threadgroup int* ids;
+  threadgroup float* z;
+  threadgroup ulong* weights;
+  threadgroup atomic_uint* shared; // the count, then 3 for each find_few()
+  int count;
+};
+
+// {z >= bottom}. Only `count` is of use if it is more than FEW.
+template <typename T>
+METAL_FUNC Few collect(Few few, Weighted<T> x, float bottom, Team team) {
+  for (uint i = team.thread_index; i < 7; i += team.threads) {
+    uint none = i == 1 || i == 4 ? as_type<uint>(-INFINITY) : 0u;
+    atomic_store_explicit(&few.shared[i], none, memory_order_relaxed);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int step = 0; step < steps_of(x.maxima.size, team); ++step) {
+    uint hot = hot_groups(x.maxima, bottom, step, team);
+    for (; hot != 0; hot &= hot - 1u) {
+      int group = group_of(step, metal::ctz(hot), team);
+      Eight e = load8(x.row, group * GROUP + int(team.lane) * 8);
+      for (int i = 0; i < 8; ++i) {
+        if (!(e.z[i] >= bottom)) {
+          continue;
+        }
+        uint at =
+            atomic_fetch_add_explicit(&few.shared[0], 1u, memory_order_relaxed);
+        if (at < uint(FEW)) {
+          few.ids[at] = group * GROUP + int(team.lane) * 8 + i;
+          few.z[at] = e.z[i];
+          few.weights[at] = weight_of(x.density, false, e.z[i]);
+        }
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  few.count = int(atomic_load_explicit(&few.shared[0], memory_order_relaxed));
+  return few;
+}
+
+struct Found {
+  float z;
+  ulong mass; // the weight of what is at least z
+};
+
+// The largest z from `from` on for which the weights of what is at least z
+// reach `target`, -INFINITY if they never do. With `count` each has weight 1.
+// Once for each `count` after collect().
+METAL_FUNC Found
+find_few(Few few, float from, bool count, ulong target, Team team) {
+  threadgroup atomic_uint* found = &few.shared[count ? 1 : 4];
+  for (int i = int(team.thread_index); i < few.count; i += int(team.threads)) {
+    float z = few.z[i];
+    ulong above = 0;
+    ulong here = 0;
+    ulong mass = 0;
+    for (int j = 0; j < few.count; ++j) {
+      ulong weight = few.weights[j];
+      ulong counted = count ? 1ul : weight;
+      above += few.z[j] > z ? counted : 0ul;
+      here += few.z[j] == z ? counted : 0ul;
+      mass += few.z[j] >= z ? weight : 0ul;
+    }
+    // Equal logits find the same.
+    if (z >= from && above < target && above + here >= target) {
+      atomic_store_explicit(&found[0], as_type<uint>(z), memory_order_relaxed);
+      atomic_store_explicit(&found[1], uint(mass), memory_order_relaxed);
+      atomic_store_explicit(&found[2], uint(mass >> 32), memory_order_relaxed);
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  ulong low = atomic_load_explicit(&found[1], memory_order_relaxed);
+  ulong high = atomic_load_explicit(&found[2], memory_order_relaxed);
+  uint z = atomic_load_explicit(&found[0], memory_order_relaxed);
+  return Found{as_type<float>(z), (high << 32) + low};
+}
+
+// The weight of {z >= t} by a density, in every thread.
+METAL_FUNC ulong
+total_of_few(Few few, Density d, float t, threadgroup ulong* sums, Team team) {
+  ulong sum = 0;
+  for (int i = int(team.thread_index); i < few.count; i += int(team.threads)) {
+    sum += few.z[i] >= t ? weight_of(d, false, few.z[i]) : 0ul;
+  }
+  sum = simd_total(sum);
+  if (team.lane == 0) {
+    sums[team.simdgroup] = sum;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return simd_total(team.lane < team.simdgroups ? sums[team.lane] : 0ul);
+}
+
+// What the threshold kernels keep in threadgroup memory.
+struct Workspace {
+  threadgroup atomic_uint* histogram; // 2 * BINS
+  threadgroup ulong* sums; // 32
+  Few few;
+};
+
+// The threshold of top-k and top-p over few logits. `x` is weighted for top-p.
+template <typename T>
+METAL_FUNC Found
+threshold_of_few(Weighted<T> x, Few few, Sampling params, int k, Team team) {
+  Found t = {-INFINITY, ONE};
+  if (k > 0) {
+    t = find_few(few, -INFINITY, true, ulong(k), team);
+  }
+  if (!(params.top_p < 1.0f)) {
+    return t;
+  }
+  Found from = t;
+  if (!params.temperature_first) {
+    from = Found{-INFINITY, ONE};
+  }
+  ulong target = scale_by(from.mass, fine_uniform(params.top_p, 0.0f));
+  target = metal::max(target, 1ul);
+  Found after = find_few(few, from.z, false, target, team);
+  if (after.z > t.z) {
+    t = after;
+  }
+  return t;
+}
+
+// The same over any number of them, all at least `bottom`.
+template <typename T>
+METAL_FUNC float threshold_of_many(
+    Weighted<T> x,
+    float bottom,
+    Sampling params,
+    int k,
+    Workspace work,
+    Team team) {
+  float t = -INFINITY;
+  if (k > 0) {
+    t = find_top_k(x, k, bottom, work.histogram, team);
+  }
+  if (params.top_p < 1.0f) {
+    float from = params.temperature_first ? t : -INFINITY;
+    ulong all = ONE;
+    if (from > -INFINITY) {
+      all = total_weight(x, from, work.sums, team);
+    }
+    ulong target = scale_by(all, fine_uniform(params.top_p, 0.0f));
+    // With top-k, `bottom` says nothing about mass.
+    float low = from;
+    if (from == -INFINITY) {
+      low = cut_bound(x.density, params.top_p, x.row.size);
+      low = k > 0 ? low : metal::max(low, bottom);
+    }
+    t = metal::max(t, find_top_p(x, low, target, work.histogram, team));
+  }
+  return t;
 }
 
 // Adds the filters to a density, see SamplingParams. The whole threadgroup
@@ -375,8 +547,7 @@ METAL_FUNC Density apply_filters(
     Maxima maxima,
     Partial sums_of_row,
     Sampling params,
-    threadgroup atomic_uint* histogram,
-    threadgroup ulong* sums,
+    Workspace work,
     Team team) {
   float inv_t = inverse_temperature(params.temperature);
   Density d = make_density(sums_of_row, inv_t, -INFINITY);
@@ -391,21 +562,43 @@ METAL_FUNC Density apply_filters(
     x.density.inv_t = 1.0f;
     x.density.scale = 1.0f / sums_of_row.sum;
   }
-  float t = -INFINITY;
-  if (params.top_k > 0.0f && params.top_k < float(row.size)) {
-    t = find_top_k(x, int(params.top_k), histogram, team);
+  bool has_top_k = params.top_k > 0.0f && params.top_k < float(row.size);
+  int k = has_top_k ? int(params.top_k) : 0;
+  float bottom = -INFINITY;
+  if (has_top_k || params.top_p < 1.0f) {
+    ulong target =
+        has_top_k ? ulong(k) : scale_by(ONE, fine_uniform(params.top_p, 0.0f));
+    x.count = has_top_k;
+    bottom = find_bound(x, target, work.histogram, team);
+    x.count = false;
   }
-  if (params.top_p < 1.0f) {
-    float from = params.temperature_first ? t : -INFINITY;
-    t = metal::max(t, find_top_p(x, from, params.top_p, histogram, sums, team));
+  Few few = work.few;
+  if (bottom > -INFINITY) {
+    few = collect(few, x, bottom, team);
   }
+  bool is_few = few.count <= FEW;
+  Found t;
+  if (is_few) {
+    t = threshold_of_few(x, few, params, k, team);
+  } else {
+    t = Found{threshold_of_many(x, bottom, params, k, work, team), 0ul};
+  }
+  bool known = is_few && params.temperature_first;
   if (params.min_p > 0.0f) {
-    t = metal::max(t, d.ref + metal::log(params.min_p) / x.density.inv_t);
+    float least = d.ref + metal::log(params.min_p) / x.density.inv_t;
+    known = known && least <= t.z;
+    t.z = metal::max(t.z, least);
   }
-  if (t > -INFINITY) {
+  if (t.z > -INFINITY) {
     x.density = d;
-    d.threshold = t;
-    d.scale /= from_fixed_point(total_weight(x, t, sums, team));
+    d.threshold = t.z;
+    ulong kept = t.mass;
+    if (!known) {
+      kept = is_few ? total_of_few(few, d, t.z, work.sums, team)
+                    : total_weight(x, t.z, work.sums, team);
+    }
+    d.scale /= from_fixed_point(kept);
   }
+  d.few = is_few ? few.count : -1;
   return d;
 }

@@ -8,7 +8,7 @@
 #include "draw.h"
 #include "threshold.h"
 
-template <typename T>
+template <typename T, bool FILTERED>
 struct VerifyInputs {
   const device T* target_logits;
   const device T* draft_logits;
@@ -97,11 +97,12 @@ METAL_FUNC Scaling draft_scaling(
     int i) {
   if (params.has_draft_stats == 0) {
     float t = temperature[b * params.draft_temperature_stride];
-    return Scaling{inverse_temperature(t), -INFINITY};
+    return make_scaling(inverse_temperature(t), -INFINITY, false);
   }
   stats +=
       long(b) * params.stats_strides[0] + long(i) * params.stats_strides[1];
-  return Scaling{is_unusable(stats[0]) ? -1.0f : stats[2], stats[1]};
+  return make_scaling(
+      is_unusable(stats[0]) ? -1.0f : stats[2], stats[1], false);
 }
 
 template <typename T>
@@ -131,13 +132,12 @@ kernel void verify_draft_partials(
   if (draft ? i >= length : i > length) {
     return;
   }
-  Scaling scaling = {
-      inverse_temperature(temperature[b * params.temperature_stride]),
-      -INFINITY};
-  if (draft) {
-    scaling = draft_scaling(draft_stats, draft_temperature, params, b, i);
-  }
-  scaling.inv_t = finite_inverse(scaling.inv_t);
+  Scaling scaling = draft
+      ? draft_scaling(draft_stats, draft_temperature, params, b, i)
+      : make_scaling(
+            inverse_temperature(temperature[b * params.temperature_stride]),
+            -INFINITY,
+            true);
   int begin = int(position.y) * params.chunk;
   reduce_chunk(
       draft ? draft_row(draft_logits, allowed, params, b, i)
@@ -152,6 +152,19 @@ kernel void verify_draft_partials(
       make_team(thread_index, threads.x));
 }
 
+// An id and its logit in one word.
+METAL_FUNC ulong make_candidate(int id, float z) {
+  return (ulong(uint(id)) << 32) | ulong(as_type<uint>(z));
+}
+
+METAL_FUNC int candidate_id(ulong x) {
+  return int(uint(x >> 32));
+}
+
+METAL_FUNC float candidate_logit(ulong x) {
+  return as_type<float>(uint(x));
+}
+
 template <typename T>
 kernel void verify_draft_threshold(
     const device T* target_logits [[buffer(0)]],
@@ -164,12 +177,17 @@ kernel void verify_draft_threshold(
     const device Partial* partials [[buffer(12)]],
     const device float* maxima [[buffer(13)]],
     device Density* densities [[buffer(14)]],
+    device ulong* few [[buffer(15)]],
     constant VerifyDraftParams& params [[buffer(20)]],
     uint r [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint threads [[threads_per_threadgroup]]) {
   TG_ARRAY(atomic_uint, histogram, 2 * BINS);
   TG_ARRAY(ulong, sums, 32);
+  TG_ARRAY(int, ids, FEW);
+  TG_ARRAY(float, candidates, FEW);
+  TG_ARRAY(ulong, weights, FEW);
+  TG_ARRAY(atomic_uint, shared, 7);
   Team team = make_team(thread_index, threads);
   int b = int(r) / (params.drafts + 1);
   int i = int(r) % (params.drafts + 1);
@@ -193,61 +211,26 @@ kernel void verify_draft_threshold(
       groups,
       whole,
       sampling,
-      histogram,
-      sums,
+      Workspace{
+          histogram, sums, Few{ids, candidates, weights, shared, FEW + 1}},
       team);
+  for (int j = int(team.thread_index); j < d.few; j += int(team.threads)) {
+    few[long(r) * FEW + j] = make_candidate(ids[j], candidates[j]);
+  }
   if (team.thread_index == 0) {
     densities[r] = d;
   }
 }
 
-template <typename T>
-METAL_FUNC Density target_density(
-    VerifyInputs<T> in,
-    constant VerifyDraftParams& params,
-    int b,
-    int i,
-    uint lane) {
-  if (params.filtered != 0) {
-    return in.densities[b * (params.drafts + 1) + i];
-  }
-  float inv_t =
-      inverse_temperature(in.temperature[b * params.temperature_stride]);
-  Partial whole = combine(
-      target_partials(in.partials, params, b, i),
-      params.chunks,
-      finite_inverse(inv_t),
-      lane);
-  return make_density(whole, inv_t, -INFINITY);
-}
-
-template <typename T>
-METAL_FUNC Density draft_density(
-    VerifyInputs<T> in,
-    constant VerifyDraftParams& params,
-    int b,
-    int i,
-    int token,
-    uint lane) {
-  if (params.has_draft_logits == 0) {
+// With stats an accepted draft needs nothing of its row but its own logit.
+METAL_FUNC Density
+make_draft_density(Partial row, Scaling scaling, bool has_stats, int token) {
+  if (scaling.greedy) {
     return point_density(token);
   }
-  Scaling scaling =
-      draft_scaling(in.draft_stats, in.draft_temperature, params, b, i);
-  if (scaling.inv_t == INFINITY) {
-    return point_density(token);
-  }
-  Partial whole = combine(
-      draft_partials(in.partials, params, b, i),
-      params.chunks,
-      finite_inverse(scaling.inv_t),
-      lane);
-  // With stats an accepted draft needs nothing of its row but its own logit.
-  bool flawed = whole.best < 0;
-  if (flawed && params.has_draft_stats != 0) {
-    whole.best = 0;
-  }
-  Density d = make_density(whole, scaling.inv_t, scaling.floor);
+  bool flawed = row.best < 0;
+  row.best = flawed && has_stats ? 0 : row.best;
+  Density d = make_density(row, scaling.inv_t, scaling.floor);
   d.flawed = flawed ? 1 : 0;
   return d;
 }
@@ -258,16 +241,62 @@ METAL_FUNC Decision unusable_decision() {
 }
 
 // What happens in row i if all drafts before it were accepted, in every lane.
-template <typename T>
+template <typename T, bool FILTERED>
 METAL_FUNC Decision judge(
-    VerifyInputs<T> in,
+    VerifyInputs<T, FILTERED> in,
     constant VerifyDraftParams& params,
     int b,
     int i,
     int length,
     uint lane) {
+  // As far as possible no read waits for another one.
+  const device Partial* of_target = target_partials(in.partials, params, b, i);
+  const device Partial* of_draft = draft_partials(in.partials, params, b, i);
+  bool has_draft = params.has_draft_logits != 0 && i < length;
+  Partial target = empty_partial();
+  Partial draft = empty_partial();
+  int j = int(lane);
+  if (!FILTERED && j < params.chunks) {
+    target = of_target[j];
+  }
+  if (has_draft && j < params.chunks) {
+    draft = of_draft[j];
+  }
+  int token = 0;
+  float u = 0.0f;
+  if (i < length) {
+    token = in.draft_tokens
+                [long(b) * params.tokens_strides[0] +
+                 long(i) * params.tokens_strides[1]];
+    u = in.uniforms[long(b) * params.uniforms_stride + i];
+  }
+  bool in_range = token >= 0 && token < params.vocab;
+  int id = in_range ? token : 0;
+  float z = load1(target_row(in.target_logits, in.allowed, params, b, i), id);
+  float y = 0.0f;
+  Scaling scaling = make_scaling(INFINITY, -INFINITY, false);
+  if (has_draft) {
+    y = load1(draft_row(in.draft_logits, in.allowed, params, b, i), id);
+    scaling = draft_scaling(in.draft_stats, in.draft_temperature, params, b, i);
+  }
+  float inv_t =
+      inverse_temperature(in.temperature[b * params.temperature_stride]);
+  float finite = finite_inverse(inv_t);
+#pragma unroll 1
+  for (j += 32; j < params.chunks; j += 32) {
+    if (!FILTERED) {
+      target = merge(target, of_target[j], finite);
+    }
+    if (has_draft) {
+      draft = merge(draft, of_draft[j], scaling.inv_t);
+    }
+  }
   Decision d = unusable_decision();
-  d.target = target_density(in, params, b, i, lane);
+  if (FILTERED) {
+    d.target = in.densities[b * (params.drafts + 1) + i];
+  } else {
+    d.target = make_density(simd_merge(target, finite), inv_t, -INFINITY);
+  }
   if (d.target.usable == 0) {
     return d;
   }
@@ -276,23 +305,18 @@ METAL_FUNC Decision judge(
     d.bonus = 1;
     return d;
   }
-  int token = in.draft_tokens
-                  [long(b) * params.tokens_strides[0] +
-                   long(i) * params.tokens_strides[1]];
-  if (token < 0 || token >= params.vocab) {
+  if (!in_range) {
     return d;
   }
-  float z =
-      load1(target_row(in.target_logits, in.allowed, params, b, i), token);
   float p = probability(d.target, token, z);
   bool accepted = p > 0.0f;
   if (d.target.point < 0) {
-    d.draft = draft_density(in, params, b, i, token, lane);
+    draft = simd_merge(draft, scaling.inv_t);
+    bool has_stats = params.has_draft_stats != 0;
+    d.draft = make_draft_density(draft, scaling, has_stats, token);
     float q = 1.0f;
     if (d.draft.usable != 0 && d.draft.point < 0) {
       // A probability may be too small for a float: what was kept counts.
-      float y =
-          load1(draft_row(in.draft_logits, in.allowed, params, b, i), token);
       bool usable = is_kept(d.draft, y) && !is_unusable(y);
       d.draft.usable = usable ? 1 : 0;
       q = probability(d.draft, token, y);
@@ -300,7 +324,6 @@ METAL_FUNC Decision judge(
     if (d.draft.usable == 0) {
       return d;
     }
-    float u = in.uniforms[long(b) * params.uniforms_stride + i];
     accepted = u * metal::min(q, 1.0f) < p;
     if (!accepted && d.draft.flawed != 0) {
       return d;
@@ -314,9 +337,9 @@ METAL_FUNC Decision judge(
 
 // Where sequence b stops, in every thread. Each simdgroup judges one row at a
 // time. With `logprobs` wanted, those of the accepted drafts are written.
-template <typename T>
+template <typename T, bool FILTERED>
 METAL_FUNC Decision decide(
-    VerifyInputs<T> in,
+    VerifyInputs<T, FILTERED> in,
     constant VerifyDraftParams& params,
     int b,
     bool want_logprobs,
@@ -355,20 +378,19 @@ METAL_FUNC Decision decide(
   return unusable_decision();
 }
 
-template <typename T>
-METAL_FUNC Weights<T> weights_of(
-    VerifyInputs<T> in,
+template <typename T, bool FILTERED>
+METAL_FUNC Weights<T, FILTERED> weights_of(
+    VerifyInputs<T, FILTERED> in,
     constant VerifyDraftParams& params,
     int b,
     Decision d) {
   int draft_index = metal::min(d.row, metal::max(params.drafts - 1, 0));
-  return Weights<T>{
+  return Weights<T, FILTERED>{
       target_row(in.target_logits, in.allowed, params, b, d.row),
       draft_row(in.draft_logits, in.allowed, params, b, draft_index),
       d.target,
       d.draft,
       d.bonus == 0,
-      params.filtered != 0,
       in.maxima + (long(b) * (params.drafts + 1) + d.row) * params.groups};
 }
 
@@ -386,7 +408,7 @@ kernel void verify_draft_residual(
     const device Partial* partials [[buffer(12)]],
     const device float* maxima [[buffer(13)]],
     const device Density* densities [[buffer(14)]],
-    device ulong* chunk_sums [[buffer(15)]],
+    device ulong* part_sums [[buffer(15)]],
     device Decision* decisions [[buffer(16)]],
     device float* logprobs [[buffer(19)]],
     constant VerifyDraftParams& params [[buffer(20)]],
@@ -394,11 +416,10 @@ kernel void verify_draft_residual(
     uint thread_index [[thread_index_in_threadgroup]],
     uint3 threads [[threads_per_threadgroup]]) {
   TG_ARRAY(Decision, rows, 32);
-  TG_ARRAY(ulong, sums, 32);
   Team team = make_team(thread_index, threads.x);
   int chunk = int(position.x);
   int b = int(position.y);
-  VerifyInputs<T> in = {
+  VerifyInputs<T, false> in = {
       target_logits,
       draft_logits,
       draft_tokens,
@@ -415,27 +436,98 @@ kernel void verify_draft_residual(
   if (chunk == 0 && team.thread_index == 0) {
     decisions[b] = d;
   }
-  if (d.row < 0 || d.target.point >= 0) {
-    return;
-  }
-  int begin = chunk * (params.chunk / GROUP);
-  int end = metal::min(begin + params.chunk / GROUP, params.groups);
-  ulong sum = sum_groups(weights_of(in, params, b, d), begin, end, sums, team);
-  if (team.thread_index == 0) {
-    chunk_sums[long(b) * params.chunks + chunk] = sum;
+  bool drawn = d.row >= 0 && d.target.point < 0;
+  d.row = metal::max(d.row, 0);
+  Weights<T, false> x = weights_of(in, params, b, d);
+  int size = part_size(params.chunk);
+  int parts = params.chunk / size;
+  for (int i = int(team.simdgroup); i < parts; i += int(team.simdgroups)) {
+    int part = chunk * parts + i;
+    ulong sum =
+        drawn ? sum_part(x, part * size, (part + 1) * size, team.lane) : 0ul;
+    if (team.lane == 0) {
+      part_sums[long(b) * params.chunks * parts + part] = sum;
+    }
   }
 }
 
-// The token drawn where the sequence stops, below 0 if unusable.
+// What drawing needs in threadgroup memory.
+struct DrawSpace {
+  threadgroup ulong* sums; // 32
+  threadgroup int* result;
+  // With filters, FEW each.
+  threadgroup int* ids;
+  threadgroup float* z;
+  threadgroup ulong* weights;
+};
+
+// The token drawn from the candidates or the parts that earlier dispatches left
+// in `words`, -1 if none has a weight.
 template <typename T>
-METAL_FUNC int draw_token(
-    VerifyInputs<T> in,
+METAL_FUNC int draw_known(
+    Weights<T, true> x,
     constant VerifyDraftParams& params,
     int b,
     Decision d,
-    const device ulong* chunk_sums,
-    threadgroup ulong* sums,
-    threadgroup int* result,
+    const device ulong* words,
+    ulong u,
+    DrawSpace space,
+    Team team) {
+  words += (long(b) * (params.drafts + 1) + d.row) * FEW;
+  int step = int(team.threads);
+  for (int i = int(team.thread_index); i < d.target.few; i += step) {
+    space.ids[i] = candidate_id(words[i]);
+    space.z[i] = candidate_logit(words[i]);
+  }
+  return draw_few(
+      x,
+      space.ids,
+      space.z,
+      space.weights,
+      d.target.few,
+      u,
+      space.result,
+      team);
+}
+
+// By one simdgroup, which is faster than to share the work.
+template <typename T>
+METAL_FUNC int draw_known(
+    Weights<T, false> x,
+    constant VerifyDraftParams& params,
+    int b,
+    Decision d,
+    const device ulong* words,
+    ulong u,
+    DrawSpace space,
+    Team team) {
+  if (team.simdgroup == 0) {
+    int size = part_size(params.chunk);
+    int parts = params.chunks * (params.chunk / size);
+    StoredWeights sums = {words + long(b) * parts};
+    Pick found = pick_chunk(sums, parts, u, team.lane);
+    int id = -1;
+    if (found.lane >= 0) {
+      int begin = found.lane * size;
+      id = find_in_part(x, begin, begin + size, found.rest, team.lane);
+    }
+    if (team.lane == 0) {
+      *space.result = id;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return *space.result;
+}
+
+// The token drawn where the sequence stops, below 0 if unusable.
+template <typename T, bool FILTERED>
+METAL_FUNC int draw_token(
+    VerifyInputs<T, FILTERED> in,
+    constant VerifyDraftParams& params,
+    int b,
+    Decision d,
+    const device ulong* words,
+    DrawSpace space,
     Team team) {
   if (d.row < 0) {
     return -1;
@@ -446,23 +538,25 @@ METAL_FUNC int draw_token(
   const device float* pair =
       in.uniforms + long(b) * params.uniforms_stride + params.drafts;
   ulong u = fine_uniform(pair[0], pair[1]);
-  Weights<T> x = weights_of(in, params, b, d);
-  StoredWeights chunks = {chunk_sums + long(b) * params.chunks};
-  int token = x.filtered
-      ? draw_from_row(x, params.groups, u, sums, result, team)
-      : draw_from_chunks(
-            x, chunks, params.chunks, params.chunk, u, sums, result, team);
-  if (token == -1 && x.residual) {
-    // p and q are equal up to rounding.
-    x.residual = false;
-    token = draw_from_row(x, params.groups, u, sums, result, team);
+  Weights<T, FILTERED> x = weights_of(in, params, b, d);
+  bool known = !FILTERED || d.target.few >= 0;
+  int token = -1;
+  if (known) {
+    token = draw_known(x, params, b, d, words, u, space, team);
+  }
+  Chunks<StoredWeights> none = {{words}, 0, 0, false};
+#pragma unroll 1
+  for (int i = known ? 1 : 0; i < 2 && token < 0; ++i) {
+    // At last without q: where nothing is left of p it is q up to rounding.
+    x.residual = x.residual && i == 0;
+    token = draw(x, none, u, space.sums, space.result, team);
   }
   return token;
 }
 
-template <typename T>
+template <typename T, bool FILTERED>
 METAL_FUNC void write_results(
-    VerifyInputs<T> in,
+    VerifyInputs<T, FILTERED> in,
     constant VerifyDraftParams& params,
     int b,
     Decision d,
@@ -494,7 +588,7 @@ METAL_FUNC void write_results(
   }
 }
 
-template <typename T>
+template <typename T, bool FILTERED>
 kernel void verify_draft_draw(
     const device T* target_logits [[buffer(0)]],
     const device T* draft_logits [[buffer(1)]],
@@ -508,7 +602,7 @@ kernel void verify_draft_draw(
     const device Partial* partials [[buffer(12)]],
     const device float* maxima [[buffer(13)]],
     const device Density* densities [[buffer(14)]],
-    const device ulong* chunk_sums [[buffer(15)]],
+    const device ulong* words [[buffer(15)]],
     const device Decision* decisions [[buffer(16)]],
     device int* tokens [[buffer(17)]],
     device int* accepted [[buffer(18)]],
@@ -520,9 +614,12 @@ kernel void verify_draft_draw(
   TG_ARRAY(Decision, rows, 32);
   TG_ARRAY(ulong, sums, 32);
   TG_ARRAY(int, result, 1);
+  TG_ARRAY(int, ids, FILTERED ? FEW : 1);
+  TG_ARRAY(float, z, FILTERED ? FEW : 1);
+  TG_ARRAY(ulong, weights, FILTERED ? FEW : 1);
   Team team = make_team(thread_index, threads);
   int b = int(position);
-  VerifyInputs<T> in = {
+  VerifyInputs<T, FILTERED> in = {
       target_logits,
       draft_logits,
       draft_tokens,
@@ -536,12 +633,13 @@ kernel void verify_draft_draw(
       maxima,
       densities};
   Decision d;
-  if (params.filtered != 0) {
+  if (FILTERED) {
     d = decide(in, params, b, true, logprobs, rows, team);
   } else {
     d = decisions[b];
   }
-  int token = draw_token(in, params, b, d, chunk_sums, sums, result, team);
+  DrawSpace space = {sums, result, ids, z, weights};
+  int token = draw_token(in, params, b, d, words, space, team);
   threadgroup_barrier(mem_flags::mem_device);
   write_results(in, params, b, d, token, tokens, accepted, logprobs, team);
 }

@@ -8,7 +8,10 @@
       "verify_draft_threshold_" #name, verify_draft_threshold, type)  \
   instantiate_kernel(                                                 \
       "verify_draft_residual_" #name, verify_draft_residual, type)    \
-  instantiate_kernel("verify_draft_draw_" #name, verify_draft_draw, type)
+  instantiate_kernel(                                                 \
+      "verify_draft_draw_" #name, verify_draft_draw, type, false)     \
+  instantiate_kernel(                                                 \
+      "verify_draft_draw_filtered_" #name, verify_draft_draw, type, true)
 
 instantiate_verify_draft(float32, float)
 instantiate_verify_draft(float16, half)

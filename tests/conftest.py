@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 from tiny import random_head, tiny_llama, tiny_qwen
 
@@ -14,6 +15,16 @@ from mlx_mtp.targets import as_target
 def no_profile(tmp_path, monkeypatch):
     """What somebody tuned on this machine changes no test."""
     monkeypatch.setattr("mlx_mtp.tuning.FOLDER", tmp_path / "profiles")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--device", choices=["cpu", "gpu"], default="cpu", help="where the ops run"
+    )
+
+
+def pytest_configure(config):
+    mx.set_default_device(mx.Device(getattr(mx, config.getoption("--device"))))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,9 @@
 #include <algorithm>
 #include <cstring>
+#include <utility>
+#include <vector>
 
+#include "cpu/inputs.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "primitives.h"
@@ -87,38 +90,42 @@ void CommitRows::eval_cpu(
     const std::vector<mx::array>& inputs,
     mx::array& out) {
   auto& cache = inputs[0];
-  auto& rows = inputs[1];
   if (out.size() == 0) {
     out.set_data(mx::allocator::malloc(0));
     return;
   }
   auto& encoder = mx::cpu::get_command_encoder(stream());
-  encoder.set_input_array(cache);
-  encoder.set_input_array(rows);
-  encoder.set_output_array(out);
-  if (cache.is_donatable() && cache.flags().row_contiguous) {
+  std::vector<mx::array> in;
+  for (auto& x : inputs) {
+    encoder.set_input_array(x);
+    in.push_back(mx::array::unsafe_weak_copy(x));
+  }
+  bool in_place = cache.is_donatable() && cache.flags().row_contiguous;
+  if (in_place) {
     out.copy_shared_buffer(cache);
   } else {
     out.set_data(mx::allocator::malloc(out.nbytes()));
-    encoder.dispatch([src = View(cache), dst = View(out), shape = out.shape()] {
-      for (int64_t b = 0; b < shape[0]; ++b) {
-        copy_rows(src, dst, b, shape, {0, shape[2], shape[2]});
-      }
-    });
   }
-  encoder.dispatch([src = View(rows),
-                    dst = View(out),
-                    start = inputs[2].data<int32_t>(),
-                    start_stride = inputs[2].strides(0),
-                    count = inputs[3].data<int32_t>(),
-                    count_stride = inputs[3].strides(0),
-                    shape = out.shape(),
-                    T = rows.shape(2),
+  encoder.set_output_array(out);
+  // Data of a GPU's memory gets its address on the CPU when the task runs.
+  encoder.dispatch([in = std::move(in),
+                    out = mx::array::unsafe_weak_copy(out),
+                    in_place,
                     ring = ring_] {
+    View dst(out);
+    auto& shape = out.shape();
+    auto T = in[1].shape(2);
     for (int64_t b = 0; b < shape[0]; ++b) {
+      if (!in_place) {
+        copy_rows(View(in[0]), dst, b, shape, {0, shape[2], shape[2]});
+      }
       auto span = clamp_span(
-          start[b * start_stride], count[b * count_stride], T, shape[2], ring);
-      copy_rows(src, dst, b, shape, span);
+          cpu::value<int32_t>(in[2], b),
+          cpu::value<int32_t>(in[3], b),
+          T,
+          shape[2],
+          ring);
+      copy_rows(View(in[1]), dst, b, shape, span);
     }
   });
 }

@@ -283,7 +283,16 @@ void GatedDeltaReplay::eval_cpu(
   for (auto& out : outputs) {
     encoder.set_output_array(out);
   }
-  encoder.dispatch(Replay(inputs, outputs));
+  // Data of a GPU's memory gets its address on the CPU when the task runs.
+  auto weak = [](const std::vector<mx::array>& arrays) {
+    std::vector<mx::array> copies;
+    for (auto& x : arrays) {
+      copies.push_back(mx::array::unsafe_weak_copy(x));
+    }
+    return copies;
+  };
+  encoder.dispatch(
+      [in = weak(inputs), out = weak(outputs)] { Replay(in, out)(); });
 }
 
 } // namespace mlx_mtp

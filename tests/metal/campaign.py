@@ -71,6 +71,7 @@ def random_case(rng, dtype):
         drawn = params if kind == 1 else {"temperature": params["temperature"]}
         u = mx.array(rng.random((BATCH, drafts, 2), np.float32))
         arrays = {name: mx.array(value) for name, value in drawn.items()}
+        arrays["stream"] = mx.cpu
         drafted, stats = ops.sample(as_mx(y, dtype), u, filter_order=order, **arrays)
         tokens = np.array(drafted)
         if kind == 1:
@@ -97,7 +98,8 @@ def on_cpu(case, dtype):
     draft = as_mx(case["draft"], dtype) if "draft" in case else None
     tokens = arrays.pop("draft_tokens").astype(mx.int32)
     target = as_mx(case["target"], dtype)
-    return [np.array(a) for a in ops.verify_draft(target, tokens, draft, **arrays)]
+    out = ops.verify_draft(target, tokens, draft, **arrays, stream=mx.cpu)
+    return [np.array(a) for a in out]
 
 
 def margin_of(case, drawn, b):

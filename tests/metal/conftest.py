@@ -12,15 +12,24 @@ import emulator  # noqa: E402
 import host  # noqa: E402
 
 
-def pytest_collection_modifyitems(items):
-    if emulator.clang() is None:
+def pytest_collection_modifyitems(config, items):
+    ours = [item for item in items if HERE in item.path.parents]
+    if config.getoption("--device") == "gpu":
+        skip = pytest.mark.skip(reason="the emulator and what it is for")
+        ours = [item for item in ours if not runs_on_gpu(item)]
+    elif emulator.clang() is None:
         skip = pytest.mark.skip(
             reason="THE METAL KERNELS ARE NOT CHECKED: they need "
             "apt-get install clang-19 libclang-rt-19-dev"
         )
-        for item in items:
-            if HERE in item.path.parents:
-                item.add_marker(skip)
+    else:
+        ours = []
+    for item in ours:
+        item.add_marker(skip)
+
+
+def runs_on_gpu(item):
+    return "machine" in item.fixturenames and not item.get_closest_marker("emulated")
 
 
 @pytest.fixture(scope="session")
@@ -31,5 +40,11 @@ def library(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def machine(library):
-    return emulator.Emulator(library)
+def machine(request):
+    """What launches kernels: the emulator, or with --device gpu an NVIDIA GPU."""
+    if request.config.getoption("--device") == "gpu":
+        sys.path.append(str(HERE.parent / "cuda"))
+        from machine import Machine
+
+        return Machine()
+    return emulator.Emulator(request.getfixturevalue("library"))

@@ -83,11 +83,14 @@ def filters(params):
 class Host:
     """The ops on an emulator. ``launch`` arguments: see ``emulator.Emulator``."""
 
-    def __init__(self, emulator, chunk=4096, threads=None, seed=0):
+    def __init__(self, emulator, chunk=None, threads=None, seed=0):
         self.emulator = emulator
         self.chunk = chunk
         self.threads = threads
         self.seed = seed
+
+    def chunk_size(self, rows, V):
+        return self.chunk or (4096 if rows * V < 2**23 else 16384)
 
     def launch(self, kernel, grid, threads, buffers):
         threads = self.threads or threads
@@ -109,10 +112,11 @@ class Host:
                 ("min_p", 0),
             ]
         }
-        chunks, groups = -(-V // self.chunk), -(-V // 256)
+        chunk = self.chunk_size(R, V)
+        chunks, groups = -(-V // chunk), -(-V // 256)
         constants = STRUCTS["SampleParams"](
             vocab=V,
-            chunk=self.chunk,
+            chunk=chunk,
             chunks=chunks,
             groups=groups,
             rows_per_param=R // batch,
@@ -137,8 +141,10 @@ class Host:
             10: stats,
             11: constants,
         }
-        self.launch(f"sample_partials_{dtype}", (R, chunks), 256, buffers)
-        self.launch(f"sample_draw_{dtype}", (R,), 1024 if filtered else 256, buffers)
+        self.launch(f"sample_partials_{dtype}", (R, chunks), 128, buffers)
+        kind = "filtered_" * bool(filtered)
+        threads = 512
+        self.launch(f"sample_draw_{kind}{dtype}", (R,), threads, buffers)
         return tokens, stats
 
     def verify_draft(
@@ -178,11 +184,13 @@ class Host:
                 ),
             ]
         }
-        chunks, groups = -(-V // self.chunk), -(-V // 256)
+        rows = B * T + (B * K if draft is not None else 0)
+        chunk = self.chunk_size(rows, V)
+        chunks, groups = -(-V // chunk), -(-V // 256)
         draft_tokens = np.asarray(draft_tokens, np.int32)
         constants = STRUCTS["VerifyDraftParams"](
             vocab=V,
-            chunk=self.chunk,
+            chunk=chunk,
             chunks=chunks,
             groups=groups,
             batch=B,
@@ -203,7 +211,6 @@ class Host:
             lengths_stride=1,
             **{f"{name}_stride": stride for name, (_, stride) in values.items()},
         )
-        rows = B * T + (B * K if draft is not None else 0)
         tokens = np.full((B, T), -7, np.int32)
         accepted = np.full(B, -7, np.int32)
         logprobs = np.full((B, T), -7, np.float32)
@@ -222,20 +229,24 @@ class Host:
             12: scratch(rows * chunks, STRUCTS["Partial"]),
             13: scratch(B * T * groups, ctypes.c_float) if filtered else x,
             14: scratch(B * T, STRUCTS["Density"]) if filtered else x,
-            15: x if filtered else scratch(B * chunks, ctypes.c_uint64),
+            15: scratch(
+                B * T * 512 if filtered else B * chunks * -(-chunk // 1024),
+                ctypes.c_uint64,
+            ),
             16: x if filtered else scratch(B, STRUCTS["Decision"]),
             17: tokens,
             18: accepted,
             19: logprobs,
             20: constants,
         }
-        self.launch(f"verify_draft_partials_{dtype}", (rows, chunks), 256, buffers)
+        self.launch(f"verify_draft_partials_{dtype}", (rows, chunks), 128, buffers)
         if filtered:
-            self.launch(f"verify_draft_threshold_{dtype}", (B * T,), 1024, buffers)
+            self.launch(f"verify_draft_threshold_{dtype}", (B * T,), 512, buffers)
         else:
             self.launch(f"verify_draft_residual_{dtype}", (chunks, B), 256, buffers)
-        threads = 1024 if filtered else 256
-        self.launch(f"verify_draft_draw_{dtype}", (B,), threads, buffers)
+        kind = "filtered_" * bool(filtered)
+        threads = 256
+        self.launch(f"verify_draft_draw_{kind}{dtype}", (B,), threads, buffers)
         return tokens, accepted, logprobs
 
     def commit_rows(self, cache, rows, start, count, ring=0):

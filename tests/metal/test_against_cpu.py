@@ -42,10 +42,8 @@ def test_sample_draws_as_the_cpu(machine, dtype):
             params = {**params, "filter_order": order}
             x = cases.logits(rng, (6, 300), dtype)
             u = rng.random((6, 2), np.float32)
-            cpu = [
-                np.array(a)
-                for a in ops.sample(campaign.as_mx(x, dtype), mx.array(u), **params)
-            ]
+            arrays = (campaign.as_mx(x, dtype), mx.array(u))
+            cpu = [np.array(a) for a in ops.sample(*arrays, **params, stream=mx.cpu)]
             got = Host(machine, threads=64).sample(x, u, dtype, **params)
             for r in range(6):
                 if oracle.sample(x[r], u[r], **params)[1] > cases.NEAR:
@@ -60,6 +58,6 @@ def test_commit_rows_is_bit_equal_to_the_cpu(machine):
         rows = rng.normal(0, 1, (3, 2, 4, 16)).astype(np.float16)
         start, count = rng.integers(-2, 12, (2, 3)).astype(np.int32)
         arrays = [mx.array(x) for x in (cache, rows, start, count)]
-        cpu = ops.commit_rows(*arrays, ring=ring)
+        cpu = ops.commit_rows(*arrays, ring=ring, stream=mx.cpu)
         got = Host(machine).commit_rows(cache, rows, start, count, ring)
         np.testing.assert_array_equal(got, np.array(cpu))

@@ -1,4 +1,4 @@
-"""The host code of csrc/metal, run on a fake device and the emulator."""
+"""The host code of csrc/gpu, run on a fake device and the emulator."""
 
 import ctypes
 import os

@@ -19,6 +19,7 @@ def test_kernels_are_clean(sanitizer, tmp_path):
         assert emulator.replay(program, tmp_path / "recording") == ""
 
 
+@pytest.mark.emulated
 def test_the_battery_is_the_same_every_time(machine):
     """Bit for bit, in any order of threads."""
     expected = battery.everything(machine, 0)

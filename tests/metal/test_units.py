@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from host import DTYPES
 
+pytestmark = pytest.mark.emulated
+
 
 def test_scale_by_is_exact(machine):
     total, u, out = battery.scale_by(machine)

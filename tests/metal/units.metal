@@ -27,7 +27,8 @@ kernel void units_pick(
     device int* lanes [[buffer(2)]],
     device ulong* rests [[buffer(3)]],
     uint i [[thread_position_in_grid]]) {
-  Pick found = pick(weights[i], thresholds[i / 32], i % 32);
+  ulong sum = simd_prefix(weights[i], i % 32);
+  Pick found = pick(weights[i], sum, thresholds[i / 32]);
   lanes[i] = found.lane;
   rests[i] = found.rest;
 }

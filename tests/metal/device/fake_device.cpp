@@ -1,4 +1,4 @@
-// csrc/metal/device.h on MLX's CPU backend and the emulator.
+// csrc/gpu/encoder.h on MLX's CPU backend and the emulator.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -10,7 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "metal/device.h"
+#include "gpu/encoder.h"
+#include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "primitives.h"
 
@@ -202,7 +203,7 @@ fake_device_log() {
 
 namespace mlx_mtp {
 
-namespace metal {
+namespace gpu {
 
 namespace {
 
@@ -222,6 +223,10 @@ void bind(void* pipeline, const mx::array& x, int index, bool output) {
 }
 
 } // namespace
+
+void Encoder::allocate(mx::array& x) {
+  x.set_data(mx::allocator::malloc(x.nbytes()));
+}
 
 void Encoder::set_kernel(const KernelSource& source, const std::string& name) {
   static thread_local Dispatch dispatch;
@@ -260,8 +265,8 @@ void Encoder::dispatch(int x, int y, int z, int threads) {
       [task = std::move(task)]() mutable { run(task); });
 }
 
-void Encoder::eval(const mx::array& lazy, mx::array& out) {
-  std::vector<mx::array> outputs = {out};
+void Encoder::eval(mx::array& lazy) {
+  std::vector<mx::array> outputs = {lazy};
   lazy.primitive().eval_cpu(lazy.inputs(), outputs);
 }
 
@@ -269,7 +274,7 @@ void Encoder::add_temporary(const mx::array& x) {
   mx::cpu::get_command_encoder(stream_).add_temporary(x);
 }
 
-} // namespace metal
+} // namespace gpu
 
 // The ops take the GPU's path on the CPU's streams.
 

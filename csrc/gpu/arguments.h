@@ -5,18 +5,25 @@
 #include <utility>
 #include <vector>
 
-#include "metal/device.h"
+#include "gpu/encoder.h"
 
-namespace mlx_mtp::metal {
+namespace mlx_mtp::gpu {
 
 // The structs that the host shares with the kernels.
 #include "../../metal/params.h"
 
-constexpr int CHUNK = 4096; // logits a threadgroup
 constexpr int GROUP = 256; // logits a maximum of the filters
+constexpr int PART = 1024; // logits of which the draw knows the weight
+constexpr int FEW = 512; // candidates that a row keeps with filters
 
 inline int ceil_div(int n, int m) {
   return (n + m - 1) / m;
+}
+
+// Logits a threadgroup of the first dispatch: few for short work, so that it
+// spreads over the whole GPU, more where it is filled anyway.
+inline int chunk_size(int rows, int vocab) {
+  return static_cast<int64_t>(rows) * vocab < (1 << 23) ? 4096 : 16384;
 }
 
 // The name of a dtype in the names of kernels.
@@ -98,4 +105,4 @@ class Kernels {
   std::vector<mx::array> buffers_;
 };
 
-} // namespace mlx_mtp::metal
+} // namespace mlx_mtp::gpu

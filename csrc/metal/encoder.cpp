@@ -1,13 +1,14 @@
-#include "metal/device.h"
+#include "gpu/encoder.h"
 
 #include <algorithm>
 #include <sstream>
 #include <stdexcept>
 
+#include "mlx/allocator.h"
 #include "mlx/backend/metal/device.h"
 #include "mlx/primitives.h"
 
-namespace mlx_mtp::metal {
+namespace mlx_mtp::gpu {
 
 namespace {
 
@@ -18,6 +19,10 @@ mx::metal::CommandEncoder& encoder(mx::Stream stream) {
 }
 
 } // namespace
+
+void Encoder::allocate(mx::array& x) {
+  x.set_data(mx::allocator::malloc(x.nbytes()));
+}
 
 // MLX caches libraries and pipelines under their names.
 void Encoder::set_kernel(const KernelSource& source, const std::string& name) {
@@ -60,8 +65,8 @@ void Encoder::dispatch(int x, int y, int z, int threads) {
       MTL::Size(x, y, z), MTL::Size(threads, 1, 1));
 }
 
-void Encoder::eval(const mx::array& lazy, mx::array& out) {
-  std::vector<mx::array> outputs = {out};
+void Encoder::eval(mx::array& lazy) {
+  std::vector<mx::array> outputs = {lazy};
   lazy.primitive().eval_gpu(lazy.inputs(), outputs);
 }
 
@@ -69,4 +74,4 @@ void Encoder::add_temporary(const mx::array& x) {
   encoder(stream_).add_temporary(x);
 }
 
-} // namespace mlx_mtp::metal
+} // namespace mlx_mtp::gpu

@@ -1,5 +1,6 @@
-// All that this package needs of MLX's GPU backend. device.cpp implements it
-// with MLX's Metal device; the tests implement it with an emulator.
+// All that this package needs of MLX's GPU backends: metal/encoder.cpp
+// implements it on MLX's Metal device, cuda/encoder.cpp on its CUDA device, and
+// the tests with an emulator.
 #pragma once
 
 #include <string>
@@ -7,7 +8,7 @@
 #include "kernel_source.h"
 #include "mlx/array.h"
 
-namespace mlx_mtp::metal {
+namespace mlx_mtp::gpu {
 
 namespace mx = mlx::core;
 
@@ -16,6 +17,9 @@ namespace mx = mlx::core;
 class Encoder {
  public:
   explicit Encoder(mx::Stream stream) : stream_(stream) {}
+
+  // Memory of the device for x, which has no data yet.
+  void allocate(mx::array& x);
 
   // Selects a kernel of `source`, which is compiled at first use. The name
   // carries all that its code depends on.
@@ -36,9 +40,9 @@ class Encoder {
   // Grid in threadgroups, none of them 0.
   void dispatch(int x, int y, int z, int threads);
 
-  // Evaluates a lazy array, of one operation on arrays that have data, into
-  // `out`, which has none.
-  void eval(const mx::array& lazy, mx::array& out);
+  // Evaluates a lazy array, of one operation on arrays that have data. Its own
+  // data is set: MLX asks an output for its primitive.
+  void eval(mx::array& lazy);
 
   // Keeps x alive until the kernels have run. No input or output may share its
   // data: MLX does not order other work after it.
@@ -52,7 +56,7 @@ class Encoder {
   void set_bytes(const void* data, size_t size, int index);
 
   mx::Stream stream_;
-  void* pipeline_{nullptr};
+  void* pipeline_{nullptr}; // the selected kernel, as the backend keeps it
 };
 
-} // namespace mlx_mtp::metal
+} // namespace mlx_mtp::gpu

@@ -1,20 +1,19 @@
 #include <string>
 
-#include "metal/arguments.h"
-#include "metal_kernels.h"
-#include "mlx/allocator.h"
+#include "gpu/arguments.h"
+#include "gpu_kernels.h"
 #include "primitives.h"
 
 namespace mlx_mtp {
 
 namespace {
 
-using metal::Grid;
+using gpu::Grid;
 
 // Buffers 0 to 11 of the kernels. The target stands for an input that is
 // absent.
 std::vector<mx::array> input_buffers(
-    metal::Encoder& encoder,
+    gpu::Encoder& encoder,
     const std::vector<mx::array>& inputs,
     const VerifyDraft::Optional& has) {
   auto next = inputs.begin() + 8;
@@ -25,41 +24,42 @@ std::vector<mx::array> input_buffers(
   auto allowed = take(has.allowed);
   bool same = draft.dtype() == inputs[0].dtype();
   auto logits = [&](const mx::array& x) {
-    auto y = same ? x : metal::cast(encoder, x, mx::float32);
-    return metal::rows(encoder, y);
+    auto y = same ? x : gpu::cast(encoder, x, mx::float32);
+    return gpu::rows(encoder, y);
   };
   auto target = logits(inputs[0]);
   return {
       target,
       has.draft_logits ? logits(draft) : target,
       inputs[1],
-      metal::rows(encoder, inputs[2]),
+      gpu::rows(encoder, inputs[2]),
       inputs[3],
       inputs[4],
       inputs[5],
       inputs[6],
       inputs[7],
-      has.draft_stats ? metal::rows(encoder, stats) : target,
+      has.draft_stats ? gpu::rows(encoder, stats) : target,
       lengths,
-      has.allowed ? metal::rows(encoder, allowed) : target};
+      has.allowed ? gpu::rows(encoder, allowed) : target};
 }
 
 void set_strides(int (&strides)[2], const mx::array& x) {
-  strides[0] = metal::stride(x, 0);
-  strides[1] = metal::stride(x, 1);
+  strides[0] = gpu::stride(x, 0);
+  strides[1] = gpu::stride(x, 1);
 }
 
-metal::VerifyDraftParams make_params(
+gpu::VerifyDraftParams make_params(
     const std::vector<mx::array>& in,
+    int rows,
     bool temperature_first,
     bool filtered,
     const VerifyDraft::Optional& has) {
   int V = in[0].shape(2);
-  metal::VerifyDraftParams params = {};
+  gpu::VerifyDraftParams params = {};
   params.vocab = V;
-  params.chunk = metal::CHUNK;
-  params.chunks = metal::ceil_div(V, metal::CHUNK);
-  params.groups = metal::ceil_div(V, metal::GROUP);
+  params.chunk = gpu::chunk_size(rows, V);
+  params.chunks = gpu::ceil_div(V, params.chunk);
+  params.groups = gpu::ceil_div(V, gpu::GROUP);
   params.batch = in[0].shape(0);
   params.drafts = in[0].shape(1) - 1;
   params.filtered = filtered;
@@ -68,14 +68,14 @@ metal::VerifyDraftParams make_params(
   params.has_draft_stats = has.draft_stats;
   params.has_draft_lengths = has.draft_lengths;
   params.has_allowed = has.allowed;
-  params.aligned = metal::is_aligned(in[0]) && metal::is_aligned(in[1]);
-  params.uniforms_stride = metal::stride(in[3], 0);
-  params.lengths_stride = metal::stride(in[10], 0);
-  params.temperature_stride = metal::stride(in[4], 0);
-  params.top_k_stride = metal::stride(in[5], 0);
-  params.top_p_stride = metal::stride(in[6], 0);
-  params.min_p_stride = metal::stride(in[7], 0);
-  params.draft_temperature_stride = metal::stride(in[8], 0);
+  params.aligned = gpu::is_aligned(in[0]) && gpu::is_aligned(in[1]);
+  params.uniforms_stride = gpu::stride(in[3], 0);
+  params.lengths_stride = gpu::stride(in[10], 0);
+  params.temperature_stride = gpu::stride(in[4], 0);
+  params.top_k_stride = gpu::stride(in[5], 0);
+  params.top_p_stride = gpu::stride(in[6], 0);
+  params.min_p_stride = gpu::stride(in[7], 0);
+  params.draft_temperature_stride = gpu::stride(in[8], 0);
   set_strides(params.target_strides, in[0]);
   set_strides(params.draft_strides, in[1]);
   set_strides(params.tokens_strides, in[2]);
@@ -86,22 +86,24 @@ metal::VerifyDraftParams make_params(
 
 // Buffers 12 to 16. One that is not used stands for the others.
 std::vector<mx::array> scratch_buffers(
-    metal::Encoder& encoder,
-    const metal::VerifyDraftParams& p,
+    gpu::Encoder& encoder,
+    const gpu::VerifyDraftParams& p,
     int rows) {
   auto bytes = [&](int n, size_t size) {
-    return metal::scratch(encoder, {n, static_cast<int>(size)}, mx::uint8);
+    return gpu::scratch(encoder, {n, static_cast<int>(size)}, mx::uint8);
   };
   int B = p.batch;
   int BT = B * (p.drafts + 1);
-  auto partials = bytes(rows * p.chunks, sizeof(metal::Partial));
+  auto partials = bytes(rows * p.chunks, sizeof(gpu::Partial));
   if (p.filtered) {
-    auto maxima = metal::scratch(encoder, {BT, p.groups}, mx::float32);
-    auto densities = bytes(BT, sizeof(metal::Density));
-    return {partials, maxima, densities, partials, partials};
+    auto maxima = gpu::scratch(encoder, {BT, p.groups}, mx::float32);
+    auto densities = bytes(BT, sizeof(gpu::Density));
+    auto candidates = gpu::scratch(encoder, {BT, gpu::FEW}, mx::uint64);
+    return {partials, maxima, densities, candidates, partials};
   }
-  auto sums = metal::scratch(encoder, {B, p.chunks}, mx::uint64);
-  auto decisions = bytes(B, sizeof(metal::Decision));
+  int parts = p.chunks * (p.chunk / gpu::PART);
+  auto sums = gpu::scratch(encoder, {B, parts}, mx::uint64);
+  auto decisions = bytes(B, sizeof(gpu::Decision));
   return {partials, partials, partials, sums, decisions};
 }
 
@@ -110,38 +112,38 @@ std::vector<mx::array> scratch_buffers(
 void VerifyDraft::eval_gpu(
     const std::vector<mx::array>& inputs,
     std::vector<mx::array>& outputs) {
+  gpu::Encoder encoder(stream());
   for (auto& out : outputs) {
-    out.set_data(mx::allocator::malloc(out.nbytes()));
+    encoder.allocate(out);
   }
   int B = inputs[0].shape(0);
   int T = inputs[0].shape(1);
   if (B == 0) {
     return;
   }
-  metal::Encoder encoder(stream());
   auto buffers = input_buffers(encoder, inputs, has_);
-  auto params = make_params(buffers, temperature_first_, filtered_, has_);
   int rows = B * T + (has_.draft_logits ? B * (T - 1) : 0);
+  auto params = make_params(buffers, rows, temperature_first_, filtered_, has_);
   auto scratch = scratch_buffers(encoder, params, rows);
   buffers.insert(buffers.end(), scratch.begin(), scratch.end());
   buffers.insert(buffers.end(), outputs.begin(), outputs.end());
 
-  std::string type = metal::type_name(buffers[0].dtype());
-  metal::Kernels kernels(
+  std::string type = gpu::type_name(buffers[0].dtype());
+  gpu::Kernels kernels(
       encoder, kernels::verify_draft, params, std::move(buffers));
   auto grid = [](int x, int y = 1) { return [=](int) { return Grid{x, y}; }; };
   kernels.run(
       "verify_draft_partials_" + type,
       {0, 1, 4, 8, 9, 10, 11},
       {12, 13},
-      256,
+      128,
       grid(rows, params.chunks));
   if (filtered_) {
     kernels.run(
         "verify_draft_threshold_" + type,
         {0, 4, 5, 6, 7, 10, 11, 12, 13},
-        {14},
-        1024,
+        {14, 15},
+        512,
         grid(B * T));
   } else {
     kernels.run(
@@ -152,10 +154,10 @@ void VerifyDraft::eval_gpu(
         grid(params.chunks, B));
   }
   kernels.run(
-      "verify_draft_draw_" + type,
+      (filtered_ ? "verify_draft_draw_filtered_" : "verify_draft_draw_") + type,
       {0, 1, 2, 3, 4, 8, 9, 10, 11, 12, 13, 14, 15, 16},
       {17, 18, 19},
-      filtered_ ? 1024 : 256,
+      256,
       grid(B));
 }
 

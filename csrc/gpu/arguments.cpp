@@ -1,12 +1,11 @@
-#include "metal/arguments.h"
+#include "gpu/arguments.h"
 
 #include <limits>
 #include <stdexcept>
 
-#include "mlx/allocator.h"
 #include "mlx/ops.h"
 
-namespace mlx_mtp::metal {
+namespace mlx_mtp::gpu {
 
 namespace {
 
@@ -42,9 +41,19 @@ bool has_row_stride(const mx::array& x) {
   return true;
 }
 
+// contiguous() shares the memory of an array that is row-contiguous already.
+mx::array evaluated_copy(Encoder& encoder, const mx::array& x) {
+  auto flags = x.flags();
+  flags.row_contiguous = false;
+  mx::array view(x.shape(), x.dtype(), nullptr, {});
+  view.copy_shared_buffer(x, x.strides(), flags, x.data_size());
+  auto lazy = mx::contiguous(view, false, encoder.stream());
+  encoder.eval(lazy);
+  return lazy;
+}
+
 mx::array copy(Encoder& encoder, const mx::array& x) {
-  mx::array out(x.shape(), x.dtype(), nullptr, {});
-  copy(encoder, x, out);
+  auto out = evaluated_copy(encoder, x);
   encoder.add_temporary(out);
   return out;
 }
@@ -60,7 +69,7 @@ const char* type_name(mx::Dtype dtype) {
     case mx::bfloat16:
       return "bfloat16";
     default:
-      throw std::invalid_argument("[metal] No kernel for this dtype.");
+      throw std::invalid_argument("[gpu] No kernel for this dtype.");
   }
 }
 
@@ -72,28 +81,23 @@ int stride(const mx::array& x, int axis) {
 
 mx::array scratch(Encoder& encoder, mx::Shape shape, mx::Dtype dtype) {
   mx::array x(std::move(shape), dtype, nullptr, {});
-  x.set_data(mx::allocator::malloc(x.nbytes()));
+  encoder.allocate(x);
   encoder.add_temporary(x);
   return x;
 }
 
-// contiguous() shares the memory of an array that is row-contiguous already.
 void copy(Encoder& encoder, const mx::array& x, mx::array& out) {
-  auto flags = x.flags();
-  flags.row_contiguous = false;
-  mx::array view(x.shape(), x.dtype(), nullptr, {});
-  view.copy_shared_buffer(x, x.strides(), flags, x.data_size());
-  encoder.eval(mx::contiguous(view, false, encoder.stream()), out);
+  out.copy_shared_buffer(evaluated_copy(encoder, x));
 }
 
 mx::array cast(Encoder& encoder, const mx::array& x, mx::Dtype dtype) {
   if (x.dtype() == dtype) {
     return x;
   }
-  mx::array out(x.shape(), dtype, nullptr, {});
-  encoder.eval(mx::astype(x, dtype, encoder.stream()), out);
-  encoder.add_temporary(out);
-  return out;
+  auto lazy = mx::astype(x, dtype, encoder.stream());
+  encoder.eval(lazy);
+  encoder.add_temporary(lazy);
+  return lazy;
 }
 
 mx::array rows(Encoder& encoder, const mx::array& x) {
@@ -123,4 +127,4 @@ bool is_aligned(const mx::array& logits) {
   return aligned;
 }
 
-} // namespace mlx_mtp::metal
+} // namespace mlx_mtp::gpu

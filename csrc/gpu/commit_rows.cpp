@@ -1,8 +1,7 @@
 #include <string>
 
-#include "metal/arguments.h"
-#include "metal_kernels.h"
-#include "mlx/allocator.h"
+#include "gpu/arguments.h"
+#include "gpu_kernels.h"
 #include "primitives.h"
 
 namespace mlx_mtp {
@@ -11,7 +10,7 @@ namespace {
 
 // Bytes between neighbours along an axis.
 int64_t byte_stride(const mx::array& x, int axis) {
-  return static_cast<int64_t>(metal::stride(x, axis)) * x.itemsize();
+  return static_cast<int64_t>(gpu::stride(x, axis)) * x.itemsize();
 }
 
 int64_t row_bytes(const mx::array& x) {
@@ -38,35 +37,35 @@ void CommitRows::eval_gpu(
     const std::vector<mx::array>& inputs,
     mx::array& out) {
   auto& cache = inputs[0];
+  gpu::Encoder encoder(stream());
   if (out.size() == 0) {
-    out.set_data(mx::allocator::malloc(0));
+    encoder.allocate(out);
     return;
   }
-  metal::Encoder encoder(stream());
   if (cache.is_donatable() && cache.flags().row_contiguous) {
     out.copy_shared_buffer(cache);
   } else {
-    metal::copy(encoder, cache, out);
+    gpu::copy(encoder, cache, out);
   }
   if (inputs[1].size() == 0) {
     return;
   }
-  auto rows = metal::rows(encoder, inputs[1]);
+  auto rows = gpu::rows(encoder, inputs[1]);
   auto& start = inputs[2];
   auto& count = inputs[3];
   int unit = unit_size(out, rows);
-  metal::CommitRowsParams params = {};
+  gpu::CommitRowsParams params = {};
   params.heads = out.shape(1);
   params.slots = out.shape(2);
   params.rows = rows.shape(2);
   params.units = row_bytes(rows) / unit;
   params.ring = ring_;
-  params.start_stride = metal::stride(start, 0);
-  params.count_stride = metal::stride(count, 0);
+  params.start_stride = gpu::stride(start, 0);
+  params.count_stride = gpu::stride(count, 0);
   for (int axis = 0; axis < 3; ++axis) {
     params.rows_strides[axis] = byte_stride(rows, axis) / unit;
   }
-  metal::Kernels kernels(
+  gpu::Kernels kernels(
       encoder, kernels::commit_rows, params, {out, rows, start, count});
   kernels.run(
       "commit_rows_" + std::to_string(8 * unit),
@@ -74,8 +73,8 @@ void CommitRows::eval_gpu(
       {0},
       256,
       [&](int threads) {
-        int groups = metal::ceil_div(params.rows * params.units, threads);
-        return metal::Grid{groups, out.shape(1), out.shape(0)};
+        int groups = gpu::ceil_div(params.rows * params.units, threads);
+        return gpu::Grid{groups, out.shape(1), out.shape(0)};
       });
 }
 

@@ -1,9 +1,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "metal/arguments.h"
-#include "metal_kernels.h"
-#include "mlx/allocator.h"
+#include "gpu/arguments.h"
+#include "gpu_kernels.h"
 #include "mlx/ops.h"
 #include "primitives.h"
 
@@ -24,23 +23,23 @@ mx::Dtype common_dtype(const std::vector<mx::array>& inputs) {
 // The state the kernel starts from. Sets the data of `out`, in place if
 // possible.
 mx::array
-start_state(metal::Encoder& encoder, const mx::array& state, mx::array& out) {
+start_state(gpu::Encoder& encoder, const mx::array& state, mx::array& out) {
   if (!state.flags().row_contiguous) {
-    metal::copy(encoder, state, out);
+    gpu::copy(encoder, state, out);
     return out;
   }
   // mlx counts one reference an output, so only the state alone is donated.
   if (state.is_donatable()) {
     out.copy_shared_buffer(state);
   } else {
-    out.set_data(mx::allocator::malloc(out.nbytes()));
+    encoder.allocate(out);
   }
   return state;
 }
 
 void set_strides(int (&strides)[3], const mx::array& x) {
   for (int axis = 0; axis < 3; ++axis) {
-    strides[axis] = metal::stride(x, axis);
+    strides[axis] = gpu::stride(x, axis);
   }
 }
 
@@ -56,34 +55,34 @@ void GatedDeltaReplay::eval_gpu(
         std::to_string(MAX_KEY_DIM) + " but Dk is " + std::to_string(Dk) +
         ". Pass stream=mx.cpu.");
   }
-  metal::Encoder encoder(stream());
+  gpu::Encoder encoder(stream());
   bool has_q = outputs.size() == 2;
   auto state = start_state(encoder, inputs[0], outputs[0]);
   auto dtype = common_dtype(inputs);
   auto input = [&](int i) {
-    return metal::rows(encoder, metal::cast(encoder, inputs[i], dtype));
+    return gpu::rows(encoder, gpu::cast(encoder, inputs[i], dtype));
   };
   auto k = input(1);
   auto v = input(2);
   auto q = has_q ? input(6) : k;
-  auto g = metal::cast(encoder, inputs[3], mx::float32);
-  auto beta = metal::cast(encoder, inputs[4], mx::float32);
+  auto g = gpu::cast(encoder, inputs[3], mx::float32);
+  auto beta = gpu::cast(encoder, inputs[4], mx::float32);
   auto& steps = inputs[5];
   bool cast_y = has_q && outputs[1].dtype() != dtype;
   if (has_q && !cast_y) {
-    outputs[1].set_data(mx::allocator::malloc(outputs[1].nbytes()));
+    encoder.allocate(outputs[1]);
   }
-  auto y = cast_y ? metal::scratch(encoder, v.shape(), dtype)
-                  : outputs[has_q ? 1 : 0];
+  auto y =
+      cast_y ? gpu::scratch(encoder, v.shape(), dtype) : outputs[has_q ? 1 : 0];
 
-  metal::GatedDeltaReplayParams params = {};
+  gpu::GatedDeltaReplayParams params = {};
   params.steps = v.shape(1);
   params.key_heads = k.shape(2);
   params.value_heads = v.shape(2);
   params.key_dim = Dk;
   params.value_dim = v.shape(3);
   params.has_q = has_q;
-  params.steps_stride = metal::stride(steps, 0);
+  params.steps_stride = gpu::stride(steps, 0);
   set_strides(params.k_strides, k);
   set_strides(params.v_strides, v);
   set_strides(params.g_strides, g);
@@ -91,25 +90,26 @@ void GatedDeltaReplay::eval_gpu(
   set_strides(params.q_strides, q);
   int B = v.shape(0);
   if (B * params.value_heads * params.value_dim > 0) {
-    metal::Kernels kernels(
+    gpu::Kernels kernels(
         encoder,
         kernels::gated_delta_replay,
         params,
         {state, k, v, g, beta, steps, q, outputs[0], y});
     kernels.run(
-        std::string("gated_delta_replay_") + metal::type_name(dtype) +
+        std::string("gated_delta_replay_") + gpu::type_name(dtype) +
             (params.key_dim <= 128 ? "_128" : "_256"),
         {0, 1, 2, 3, 4, 5, 6},
         {7, 8},
         128,
         [&](int threads) {
-          int rows = metal::ceil_div(params.value_dim, threads / 32);
-          return metal::Grid{rows, params.value_heads, B};
+          int rows = gpu::ceil_div(params.value_dim, threads / 32);
+          return gpu::Grid{rows, params.value_heads, B};
         });
   }
   if (cast_y) {
     auto lazy = mx::astype(y, outputs[1].dtype(), stream());
-    encoder.eval(lazy, outputs[1]);
+    encoder.eval(lazy);
+    outputs[1].copy_shared_buffer(lazy);
   }
 }
 
