@@ -28,9 +28,10 @@ METAL_FUNC EightWeights weights8(Weights<T, FILTERED> x, int id) {
   Eight z;
   Eight y;
   if (is_plain(x.target, id + 8)) {
-    // Both at once; a draft that does not count is read in vain.
+    // Both at once, without a branch between them.
+    const device T* draft = spread ? x.draft.logits : x.target.logits;
     z = load_aligned(x.target.logits + id);
-    y = load_aligned(x.draft.logits + id);
+    y = load_aligned(draft + id);
   } else {
     z = load_masked(x.target, id);
     y = z;

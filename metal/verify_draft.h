@@ -417,8 +417,8 @@ kernel void verify_draft_residual(
     uint3 threads [[threads_per_threadgroup]]) {
   TG_ARRAY(Decision, rows, 32);
   Team team = make_team(thread_index, threads.x);
-  int chunk = int(position.x);
-  int b = int(position.y);
+  int b = int(position.x);
+  int chunk = int(position.y);
   VerifyInputs<T, false> in = {
       target_logits,
       draft_logits,

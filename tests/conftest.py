@@ -27,6 +27,14 @@ def pytest_configure(config):
     mx.set_default_device(mx.Device(getattr(mx, config.getoption("--device"))))
 
 
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--device") == "gpu":
+        skip = pytest.mark.skip(reason="holds on a CPU only")
+        for item in items:
+            if item.get_closest_marker("cpu"):
+                item.add_marker(skip)
+
+
 @pytest.fixture(scope="session")
 def demo():
     """The embedded model with its head, and its tokenizer."""

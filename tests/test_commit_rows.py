@@ -127,6 +127,7 @@ def commit(cache, start):
     return commit_rows(cache, mx.ones((1, 8, 4, 64)), start, mx.array([4]))
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("mode", ["eager", "compiled", "async"])
 def test_in_place_when_nothing_else_refers_to_the_cache(mode):
     step = mx.compile(commit) if mode == "compiled" else commit

@@ -68,6 +68,7 @@ SHAPES = [
 
 
 @stock_cpu
+@pytest.mark.cpu
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bit_equal_to_mlx_lm(shape, dtype):

@@ -333,6 +333,7 @@ def test_runs_on_other_streams_and_threads():
     assert got == {i: [expected] * 5 for i in range(4)}
 
 
+@pytest.mark.cpu
 def test_allocates_nothing_of_the_size_of_a_row():
     x = array(np.zeros((2, 151936)), mx.bfloat16, "last axis apart")
     u = mx.full((2, 2), 0.5)

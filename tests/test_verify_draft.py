@@ -627,6 +627,7 @@ def test_runs_on_other_streams_and_threads():
     assert got == [expected] * 20
 
 
+@pytest.mark.cpu
 def test_allocates_nothing_of_the_size_of_a_row():
     target = array(np.zeros((2, 4, 151936)), mx.bfloat16, "last axis apart")
     drafts = mx.zeros((2, 3), mx.int32)

@@ -107,7 +107,7 @@ void CommitRows::eval_cpu(
     out.set_data(mx::allocator::malloc(out.nbytes()));
   }
   encoder.set_output_array(out);
-  // Data of a GPU's memory gets its address on the CPU when the task runs.
+  // The addresses are known when the task runs, see bring().
   encoder.dispatch([in = std::move(in),
                     out = mx::array::unsafe_weak_copy(out),
                     in_place,

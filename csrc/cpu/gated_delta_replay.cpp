@@ -283,7 +283,7 @@ void GatedDeltaReplay::eval_cpu(
   for (auto& out : outputs) {
     encoder.set_output_array(out);
   }
-  // Data of a GPU's memory gets its address on the CPU when the task runs.
+  // The addresses are known when the task runs, see bring().
   auto weak = [](const std::vector<mx::array>& arrays) {
     std::vector<mx::array> copies;
     for (auto& x : arrays) {

@@ -80,6 +80,7 @@ void Sample::eval_cpu(
     encoder.set_output_array(out);
   }
   encoder.dispatch([batch = std::move(batch)] {
+    cpu::bring(batch.in);
     auto& logits = batch.in[0];
     cpu::parallel_for(logits.size() / logits.shape(-1), logits.size(), [&] {
       return Sampler(batch);

@@ -198,6 +198,7 @@ void VerifyDraft::eval_cpu(
     encoder.set_output_array(out);
   }
   encoder.dispatch([batch = std::move(batch)] {
+    cpu::bring(batch.in);
     cpu::parallel_for(
         batch.B(), batch.in[0].size(), [&] { return Verifier(batch); });
   });

@@ -1,7 +1,6 @@
 #include "gpu/encoder.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -35,7 +34,7 @@ struct Arguments {
 // The kernel that an encoder has selected and what is bound to it.
 struct Launch {
   Kernel kernel;
-  std::array<void*, 31> buffers; // by index, those not bound are null
+  std::map<int, void*> buffers; // by index
   Arguments arguments;
 };
 
@@ -116,7 +115,7 @@ void Encoder::set_kernel(const KernelSource& source, const std::string& name) {
              .first;
   }
   launch.kernel = it->second;
-  launch.buffers.fill(nullptr);
+  launch.buffers.clear();
   pipeline_ = &launch;
 }
 
@@ -142,9 +141,9 @@ int Encoder::threads(int best) const {
 // A kernel takes the buffers in the order of their indices, without gaps.
 void Encoder::dispatch(int x, int y, int z, int threads) {
   auto& [kernel, buffers, arguments] = pending(pipeline_);
-  std::copy_if(
-      buffers.begin(), buffers.end(), arguments.buffers, [](void* buffer) {
-        return buffer != nullptr;
+  std::transform(
+      buffers.begin(), buffers.end(), arguments.buffers, [](auto& binding) {
+        return binding.second;
       });
   void* all[] = {&arguments};
   encoder(stream_).add_kernel_node_raw(

@@ -79,11 +79,27 @@ int stride(const mx::array& x, int axis) {
       : 0;
 }
 
-mx::array scratch(Encoder& encoder, mx::Shape shape, mx::Dtype dtype) {
-  mx::array x(std::move(shape), dtype, nullptr, {});
-  encoder.allocate(x);
-  encoder.add_temporary(x);
-  return x;
+std::vector<mx::array> scratch(
+    Encoder& encoder,
+    const std::vector<int64_t>& sizes) {
+  constexpr int64_t ALIGNMENT = 256;
+  std::vector<int64_t> starts;
+  int64_t total = 0;
+  for (auto size : sizes) {
+    starts.push_back(total);
+    total += (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  }
+  mx::array all({static_cast<int>(total)}, mx::uint8, nullptr, {});
+  encoder.allocate(all);
+  encoder.add_temporary(all);
+  std::vector<mx::array> parts;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    mx::array part({static_cast<int>(sizes[i])}, mx::uint8, nullptr, {});
+    part.copy_shared_buffer(
+        all, all.strides(), all.flags(), sizes[i], starts[i]);
+    parts.push_back(part);
+  }
+  return parts;
 }
 
 void copy(Encoder& encoder, const mx::array& x, mx::array& out) {

@@ -32,8 +32,11 @@ const char* type_name(mx::Dtype dtype);
 // Elements between neighbours along an axis, 0 where there are no neighbours.
 int stride(const mx::array& x, int axis);
 
-// Memory for the kernels of one primitive.
-mx::array scratch(Encoder& encoder, mx::Shape shape, mx::Dtype dtype);
+// Memory for the kernels of one primitive: arrays of so many bytes, in one
+// allocation.
+std::vector<mx::array> scratch(
+    Encoder& encoder,
+    const std::vector<int64_t>& sizes);
 
 // Fills `out`, which has no data, with the values of x: a row-contiguous array
 // in memory of its own.

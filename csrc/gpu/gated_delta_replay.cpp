@@ -72,8 +72,12 @@ void GatedDeltaReplay::eval_gpu(
   if (has_q && !cast_y) {
     encoder.allocate(outputs[1]);
   }
-  auto y =
-      cast_y ? gpu::scratch(encoder, v.shape(), dtype) : outputs[has_q ? 1 : 0];
+  auto y = cast_y ? mx::array(v.shape(), dtype, nullptr, {})
+                  : outputs[has_q ? 1 : 0];
+  if (cast_y) {
+    encoder.allocate(y);
+    encoder.add_temporary(y);
+  }
 
   gpu::GatedDeltaReplayParams params = {};
   params.steps = v.shape(1);

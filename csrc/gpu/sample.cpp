@@ -40,10 +40,10 @@ void Sample::eval_gpu(
       .top_k_stride = gpu::stride(inputs[3], 0),
       .top_p_stride = gpu::stride(inputs[4], 0),
       .min_p_stride = gpu::stride(inputs[5], 0)};
-  auto partials = gpu::scratch(encoder, {R, params.chunks, 4}, mx::float32);
-  auto maxima = filtered_
-      ? gpu::scratch(encoder, {R, params.groups}, mx::float32)
-      : partials;
+  int64_t partials = int64_t(R) * params.chunks * sizeof(gpu::Partial);
+  int64_t maxima = int64_t(R) * params.groups * sizeof(float);
+  auto memory =
+      gpu::scratch(encoder, {partials, filtered_ ? maxima : sizeof(float)});
 
   gpu::Kernels kernels(
       encoder,
@@ -56,8 +56,8 @@ void Sample::eval_gpu(
        inputs[4],
        inputs[5],
        allowed,
-       partials,
-       maxima,
+       memory[0],
+       memory[1],
        outputs[0],
        outputs[1]});
   std::string type = gpu::type_name(logits.dtype());

@@ -84,27 +84,23 @@ gpu::VerifyDraftParams make_params(
   return params;
 }
 
-// Buffers 12 to 16. One that is not used stands for the others.
+// Buffers 12 to 16. Those that are not used have one byte.
 std::vector<mx::array> scratch_buffers(
     gpu::Encoder& encoder,
     const gpu::VerifyDraftParams& p,
     int rows) {
-  auto bytes = [&](int n, size_t size) {
-    return gpu::scratch(encoder, {n, static_cast<int>(size)}, mx::uint8);
-  };
-  int B = p.batch;
-  int BT = B * (p.drafts + 1);
-  auto partials = bytes(rows * p.chunks, sizeof(gpu::Partial));
+  int64_t B = p.batch;
+  int64_t BT = B * (p.drafts + 1);
+  int64_t parts = p.chunks * (p.chunk / gpu::PART);
+  int64_t partials = int64_t(rows) * p.chunks * sizeof(gpu::Partial);
+  std::vector<int64_t> sizes = {
+      partials, 1, 1, B * parts * 8, B * int64_t(sizeof(gpu::Decision))};
   if (p.filtered) {
-    auto maxima = gpu::scratch(encoder, {BT, p.groups}, mx::float32);
-    auto densities = bytes(BT, sizeof(gpu::Density));
-    auto candidates = gpu::scratch(encoder, {BT, gpu::FEW}, mx::uint64);
-    return {partials, maxima, densities, candidates, partials};
+    int64_t maxima = BT * p.groups * 4;
+    int64_t densities = BT * sizeof(gpu::Density);
+    sizes = {partials, maxima, densities, BT * gpu::FEW * 8, 1};
   }
-  int parts = p.chunks * (p.chunk / gpu::PART);
-  auto sums = gpu::scratch(encoder, {B, parts}, mx::uint64);
-  auto decisions = bytes(B, sizeof(gpu::Decision));
-  return {partials, partials, partials, sums, decisions};
+  return gpu::scratch(encoder, sizes);
 }
 
 } // namespace
@@ -151,7 +147,7 @@ void VerifyDraft::eval_gpu(
         {0, 1, 2, 3, 4, 8, 9, 10, 11, 12, 13, 14},
         {15, 16, 19},
         256,
-        grid(params.chunks, B));
+        grid(B, params.chunks));
   }
   kernels.run(
       (filtered_ ? "verify_draft_draw_filtered_" : "verify_draft_draw_") + type,

@@ -113,7 +113,13 @@ class Machine:
         packed = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         sizes = [*(*grid, 1, 1)[:3], *(*threads, 1, 1)[:3]]
         self.call(
-            "cuLaunchKernel", self.function(kernel), *sizes, 0, self.stream, packed, None
+            "cuLaunchKernel",
+            self.function(kernel),
+            *sizes,
+            0,
+            self.stream,
+            packed,
+            None,
         )
 
     def launch(self, kernel, grid, threads, buffers, seed=0):

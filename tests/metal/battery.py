@@ -89,6 +89,12 @@ def drafts(machine, seed):
         for coin in (0, 0.999):
             u = np.full((4, 3), coin, np.float32)
             yield emulated.verify_draft(*inputs, uniforms=u, **options)
+    # No draft at all, of none.
+    none = np.zeros((4, 0), np.int32), np.zeros((4, 0, 320), np.float32)
+    u = np.full((4, 2), 0.5, np.float32)
+    for params in ({}, {"top_p": 0.5}):
+        one = inputs[0][:, :1].copy()
+        yield emulated.verify_draft(one, *none, uniforms=u, **params)
     # The first id as a rejected point mass, and flaws of a draft elsewhere.
     for params in ({}, {"top_k": 3}, {"min_p": 1e-9}):
         tokens, u = np.zeros((4, 1), np.int32), np.eye(3, dtype=np.float32)[[0] * 4]

@@ -243,7 +243,7 @@ class Host:
         if filtered:
             self.launch(f"verify_draft_threshold_{dtype}", (B * T,), 512, buffers)
         else:
-            self.launch(f"verify_draft_residual_{dtype}", (chunks, B), 256, buffers)
+            self.launch(f"verify_draft_residual_{dtype}", (B, chunks), 256, buffers)
         kind = "filtered_" * bool(filtered)
         threads = 256
         self.launch(f"verify_draft_draw_{kind}{dtype}", (B,), threads, buffers)

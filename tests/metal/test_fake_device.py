@@ -151,7 +151,7 @@ def test_any_pipeline_limit_and_order_of_threads(fake, max_threads):
             got = getattr(fake.ops, op)(*args, **options)
             agree(got, getattr(ops, op)(*args, **options))
     threads = {dispatch.threads for dispatch in fake.dispatches()}
-    assert max(threads) == max_threads // 32 * 32
+    assert max(threads) == min(max_threads // 32 * 32, 512)
 
 
 def test_works_inside_a_lazy_graph_on_any_stream(fake):

@@ -70,6 +70,12 @@ class Tally:
             self.mismatches.append(f"{case}: error {worst:.2g}")
 
 
+def _evaluated(*arrays):
+    """MLX's CUDA backend moves what the CPU reads: no GPU work may wait for it then."""
+    mx.eval(arrays)
+    return arrays
+
+
 def _normal(rng, shape, dtype, scale=3.0):
     return mx.array(rng.normal(0, scale, shape).astype(np.float32)).astype(dtype)
 
@@ -93,8 +99,7 @@ def check_sample(tally: Tally, dtype: mx.Dtype) -> None:
     for V in VOCABULARIES:
         R = 2 if V > 10000 else 8
         for params in PARAMS:
-            logits = _normal(rng, (R, V), dtype)
-            u = _uniform(rng, (R, 2))
+            logits, u = _evaluated(_normal(rng, (R, V), dtype), _uniform(rng, (R, 2)))
             # A mask on every second vocabulary.
             masked = VOCABULARIES.index(V) % 2 == 0 and V > 32
             allowed = _bits(rng, (R, (V + 31) // 32)) if masked else None
@@ -103,7 +108,7 @@ def check_sample(tally: Tally, dtype: mx.Dtype) -> None:
 
 def _sample_case(tally, args, params):
     case = f"V={args[0].shape[1]} {_described(params)}"
-    tokens, stats = ops.sample(*args, **params, stream=tally.device)
+    tokens, stats = _evaluated(*ops.sample(*args, **params, stream=tally.device))
     logits, u, allowed = _float64(args[0]), np.array(args[1]), params.pop("allowed")
     masks = [None] * len(u) if allowed is None else np.array(allowed)
 
@@ -143,7 +148,9 @@ def _verify_case(tally, rng, shape, dtype, params, known):
     case = f"B={B} K={K} V={V} {_described(params)} {known}"
     target = _normal(rng, (B, K + 1, V), dtype)
     draft = (target[:, :K] + _normal(rng, shape, dtype, 1)).astype(dtype)
-    drafts, stats = ops.sample(draft, _uniform(rng, (B, K, 2)), **params, stream=mx.cpu)
+    u = _uniform(rng, (B, K, 2))
+    _evaluated(target, draft)
+    drafts, stats = _evaluated(*ops.sample(draft, u, **params, stream=mx.cpu))
     options = {
         "uniforms": _uniform(rng, (B, K + 2)),
         "draft_lengths": mx.array(rng.integers(0, K + 1, B)),
@@ -152,6 +159,7 @@ def _verify_case(tally, rng, shape, dtype, params, known):
     if known == "stats":
         options |= {"draft_logits": draft, "draft_stats": stats}
     got = ops.verify_draft(target, drafts, **options, stream=tally.device)
+    _evaluated(*got)
 
     def right():
         return _reference_verify(target, drafts, draft, options, params, known)
@@ -193,7 +201,9 @@ def check_commit_rows(tally: Tally, dtype: mx.Dtype) -> None:
         )
         start, count = rng.integers(-2, S + 3, B), rng.integers(-1, T + 2, B)
         index = (mx.array(start), mx.array(count))
+        _evaluated(cache, rows)
         got = ops.commit_rows(cache, rows, *index, ring=ring, stream=tally.device)
+        _evaluated(got)
         if tally.expects_cpu_path:
             want = ops.commit_rows(cache, rows, *index, ring=ring, stream=mx.cpu)
         else:
@@ -220,7 +230,8 @@ def check_gated_delta_replay(tally: Tally, dtype: mx.Dtype) -> None:
         g, beta = _uniform(rng, (B, T, Hv)), _uniform(rng, (B, T, Hv)).astype(dtype)
         steps = mx.array([0, T, T - 1])
         args = (state, k, v, g, beta, steps, q)
-        out, y = ops.gated_delta_replay(*args, stream=tally.device)
+        _evaluated(*args)
+        out, y = _evaluated(*ops.gated_delta_replay(*args, stream=tally.device))
         if tally.expects_cpu_path:
             want, want_y = ops.gated_delta_replay(*args, stream=mx.cpu)
         else:
