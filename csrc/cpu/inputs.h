@@ -19,9 +19,9 @@ T value(const mx::array& x, int64_t i, int64_t j) {
   return x.data<T>()[i * x.strides(0) + j * x.strides(1)];
 }
 
-// Gives arrays their address on the CPU. MLX's CUDA backend moves the data of an
-// array when the CPU first looks at it: no task may do so before it runs, and no
-// two threads at once.
+// Gives arrays their address on the CPU. MLX's CUDA backend moves the data of
+// an array when the CPU first looks at it: no task may do so before it runs,
+// and no two threads at once.
 inline void bring(const std::vector<mx::array>& arrays) {
   for (auto& x : arrays) {
     x.data<char>();

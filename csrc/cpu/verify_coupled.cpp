@@ -93,6 +93,7 @@ void VerifyCoupled::eval_cpu(
     encoder.set_output_array(out);
   }
   encoder.dispatch([batch = std::move(batch)] {
+    cpu::bring(batch.in);
     auto& logits = batch.in[0];
     cpu::parallel_for(
         logits.shape(0), logits.size(), [&] { return Verifier(batch); });
