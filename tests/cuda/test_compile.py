@@ -68,6 +68,6 @@ def test_compiles(texts, name):
 
 
 def test_a_kernel_with_a_mistake_does_not_compile(texts):
-    wrong = {**texts, "commit_rows": texts["commit_rows"].replace("device U*", "int*")}
+    wrong = {**texts, "commit_rows": texts["commit_rows"].replace("clamp", "clmap")}
     with pytest.raises(RuntimeError, match="error"):
         machine.compile_kernel(wrong, "commit_rows_8")
