@@ -42,8 +42,7 @@ void Sample::eval_gpu(
       .min_p_stride = gpu::stride(inputs[5], 0)};
   int64_t partials = int64_t(R) * params.chunks * sizeof(gpu::Partial);
   int64_t maxima = int64_t(R) * params.groups * sizeof(float);
-  auto memory =
-      gpu::scratch(encoder, {partials, filtered_ ? maxima : sizeof(float)});
+  auto memory = gpu::scratch(encoder, {partials, filtered_ ? maxima : 1});
 
   gpu::Kernels kernels(
       encoder,
