@@ -47,7 +47,7 @@ class Verifier {
       return -1;
     }
     cpu::Noise noise = {
-        value<uint32_t>(in[2], b, 0), value<uint32_t>(in[2], b, 1), 0};
+        {value<uint32_t>(in[2], b, 0), value<uint32_t>(in[2], b, 1)}, 0};
     auto position = static_cast<uint32_t>(value<int32_t>(in[3], b));
     for (int i = 0;; ++i) {
       cpu::Row row(in[0], batch_.has_allowed ? &in.back() : nullptr, b * T + i);
