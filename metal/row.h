@@ -147,8 +147,8 @@ METAL_FUNC Scaling make_scaling(float inv_t, float floor, bool plain) {
   return Scaling{inv_t, floor, plain, greedy};
 }
 
-// With 8 more logits. The best id is that of the first of them. The sums are
-// NaN if a logit is NaN or +inf.
+// With 8 more logits. The best id is that of the first of them, or stays -1.
+// The sums are NaN if a logit is NaN or +inf.
 METAL_FUNC Partial add_any(Partial a, Eight x, int id, Scaling scaling) {
   float m = x.z[0];
   for (int i = 1; i < 8; ++i) {
@@ -157,7 +157,7 @@ METAL_FUNC Partial add_any(Partial a, Eight x, int id, Scaling scaling) {
   Partial b = a;
   if (m > a.max || (m == a.max && a.best == NO_ID)) {
     b.max = m;
-    b.best = id;
+    b.best = a.best < 0 ? a.best : id;
     b.sum *= fast_exp(a.max - m);
     b.scaled_sum *= fast_exp((a.max - m) * scaling.inv_t);
   }
