@@ -41,10 +41,12 @@ def turns(machine, seed):
     x[0, [5, 261, 1029]], x[1, [300, 1324]] = 9, 9
     x[2, [5, 261, 1029]] = np.nan, 8, 9
     u = np.array([[0.7, 0], [0.1, 0.9], [0, 0], [0.999, 0]], np.float32)
+    words = cases.bits(rng.random((4, 2500)) < 0.5)
     for chunk, threads in ((4096, 32), (1024, 64)):
         one = Host(machine, chunk, threads, seed)
         for params in ({"temperature": 0}, {}, {"top_k": 9}, {"top_p": 0.9}):
             yield one.sample(x, u, **params)
+            yield one.sample(x, u, allowed=words, **params)
     # What counts lies in the second turn of a lane, or in both.
     x = rng.normal(0, 1, (5, 17000)).astype(np.float32)
     x[0, 9000], x[1, [300, 8500]], x[2, [300, 8500]] = 9, 9, [8, 9]
@@ -52,6 +54,40 @@ def turns(machine, seed):
     many = Host(machine, chunk=256, threads=64, seed=seed)
     for t in (0, 1):
         yield many.sample(x, np.full((5, 2), 0.5, np.float32), temperature=t)
+
+
+def filters(machine, seed):
+    """Few candidates and many, with a bound from the maxima of groups and without."""
+    rng = np.random.default_rng(9)
+    x = rng.normal(0, 1, (8, 3000)).astype(np.float32)
+    x[1] = np.round(x[1], 1)
+    x[2, [5, 700, 1500]] = 12  # nearly all mass
+    x[3, 10] = 60  # too far above the others for a bound
+    x[4:6] = -5
+    x[4, 5 * np.arange(512)] = x[5, 5 * np.arange(513)] = 5  # as many as are few, + 1
+    x[6, 0] = 20
+    x[7] = 0
+    u = np.tile(np.array([[0.3, 0], [0.999, 0]], np.float32), (4, 1))
+    emulated = Host(machine, chunk=1024, threads=64, seed=seed)
+    some = {"temperature": np.array([0, 1, 1, 1, 1, 1, 0, 0.7])}
+    for i, params in enumerate(
+        [
+            *({"top_k": k} for k in (1, 3, 100, 700, 3000)),
+            *({"top_p": p} for p in (0.5, 0.95)),
+            {"top_k": 700, "top_p": 0.9},
+            {"top_k": 5, "top_p": 0.6},
+            {"top_k": 100, "top_p": 0.99, "min_p": 0.01},
+            {"min_p": 0.3},
+            {"top_k": 3, **some},
+        ]
+    ):
+        for order in cases.ORDERS:
+            params = {"temperature": 0.8, **params, "filter_order": order}
+            yield emulated.sample(x, u, **params)
+        tokens = x[:, None].argmax(-1) + i % 2
+        coins = np.array([[0.9 * (i % 2), 0.5, 0]] * 8, np.float32)
+        rows = x[:, None].repeat(2, 1)
+        yield emulated.verify_draft(rows, tokens, uniforms=coins, **params)
 
 
 def flaws(machine, seed):
@@ -135,6 +171,11 @@ def borders(machine, seed):
         yield emulated.verify_draft(
             rows, tokens, uniforms=u, draft_lengths=lengths, **params
         )
+    # Between two groups of a row that is drawn from in parts.
+    flat, none = np.zeros((2, 1, 512), np.float32), np.zeros((2, 0), np.int32)
+    u = np.array([[0.5, 0], [0.25, 0]], np.float32)
+    yield emulated.verify_draft(flat, none, uniforms=u)
+    yield Host(machine, 1024, 64, seed).verify_draft(flat, none, uniforms=u)
     # Logits of both zeros, far apart, and one value alone.
     x = np.array([[-0.0, 0.0, -1, 0], [3e38, -3e38, 5, 3e38], [-80, 2, -90, 1]])
     u = np.full((3, 2), 0.99, np.float32)
@@ -219,7 +260,7 @@ def replays(machine, seed, dtypes=DTYPES):
         yield [emulated.gated_delta_replay(**args, dtype=dtype)]
 
 
-SAMPLING = [units, flaws, drafts, borders, turns, sampling]
+SAMPLING = [units, flaws, drafts, borders, filters, turns, sampling]
 
 
 def everything(machine, seed=0):

@@ -383,10 +383,10 @@ void* threadgroup_memory(size_t bytes, size_t align) {
   if (posix_memalign(&p, align < 16 ? 16 : align, bytes)) {
     std::abort();
   }
-  // NaN, so that reads before a write show.
-  static const unsigned char poison = 0xff;
+  // NaN or a large integer, so that reads before a write show.
+  static const unsigned char poison[4] = {0xff, 0xff, 0xff, 0x7f};
   for (size_t i = 0; i < bytes; ++i) {
-    copy(static_cast<unsigned char*>(p) + i, &poison, 1);
+    copy(static_cast<unsigned char*>(p) + i, &poison[i % 4], 1);
   }
   machine.memory.push_back({p, bytes});
   release(&machine.declared);
