@@ -113,7 +113,7 @@ constant constexpr float LOG2_E = 1.4426950408889634f;
 
 // exp(x). Its error is below 1e-6 where the value is not too small to count.
 METAL_FUNC float fast_exp(float x) {
-  return metal::fast::exp2(x * LOG2_E);
+  return metal::exp2(x * LOG2_E);
 }
 
 METAL_FUNC Partial merge(Partial a, Partial b, float inv_t) {
@@ -166,12 +166,12 @@ METAL_FUNC Partial add_any(Partial a, Eight x, int id, Scaling scaling) {
     for (int i = 0; i < 8; ++i) {
       float d = x.z[i] - b.max;
       b.sum += fast_exp(d);
-      b.scaled_sum += metal::fast::exp2(d * factor);
+      b.scaled_sum += metal::exp2(d * factor);
     }
     return b;
   }
   for (int i = 0; i < 8; ++i) {
-    float e = metal::fast::exp2((x.z[i] - b.max) * factor);
+    float e = metal::exp2((x.z[i] - b.max) * factor);
     b.scaled_sum += x.z[i] < scaling.floor ? 0.0f : e;
   }
   b.sum = b.scaled_sum;

@@ -185,10 +185,15 @@ def test_mlx_lm_processors_give_mlx_lms_tokens(demo, prompt):
 def test_rounds_are_compiled_once_a_model(demo, prompt):
     model, _ = demo
     tokens(demo, prompt, mtp=2, max_tokens=20)
-    (round_,) = model.mtp_decoders.get(model.mtp_decoders.head, 2)._rounds.values()
-    before = round_.traces
+    rounds = model.mtp_decoders.get(model.mtp_decoders.head, 2)._rounds
+
+    def traces():
+        return {key: round_.traces for key, round_ in rounds.items()}
+
+    before = traces()
     tokens(demo, prompt, mtp=2, max_tokens=20)
-    assert round_.traces == before > 0
+    assert traces() == before
+    assert sum(before.values()) > 0
 
 
 def test_a_decoder_can_be_given(demo, prompt):

@@ -75,15 +75,11 @@ METAL_FUNC float exp(float x) {
   return expf(x);
 }
 
-namespace fast {
-
 METAL_FUNC float exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-
-} // namespace fast
 
 METAL_FUNC float log(float x) {
   return logf(x);
