@@ -244,6 +244,7 @@ def test_the_padding_of_a_batch_row_is_left_out(make):
     twin.update_and_fetch(x[:, :, 2:], x[:, :, 2:])
     (adapter,) = classify([cache], [KVAdapter()], 2)
     leaves = adapter.adopt(cache, 2, 16)
+    adapter.clear(cache)
     assert cache.empty()
     adapter.release(cache, leaves, 5, mx.array([0]))
     assert cache.offset.tolist() == [5] and cache.left_padding.tolist() == [0]

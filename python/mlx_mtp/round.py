@@ -7,7 +7,8 @@ the next one can be built while this one runs. Everything is batched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +20,19 @@ from .sampling import FilterOrder, split_keys, uniforms
 from .state import Adapter, Leaves, Position
 
 RoundState = dict[str, Any]
+
+
+class StepDown(RuntimeError):
+    """There can be no round now; plain decoding can go on. The message says why."""
+
+
+@contextmanager
+def drafting() -> Iterator[None]:
+    """Within, a failure of the drafter is a StepDown."""
+    try:
+        yield
+    except Exception as error:
+        raise StepDown(f"the drafter failed: {error}") from error
 
 
 class Proposal(NamedTuple):
@@ -82,6 +96,7 @@ class Round:
         self.width = depth + 1
         self.traces = 0
         self._compiled: dict[tuple[str, int], Any] = {}
+        self._constants: dict[int, tuple[mx.array, mx.array]] = {}
 
     def begin(
         self,
@@ -117,9 +132,21 @@ class Round:
             state["limit"] = mx.full((batch,), limit, mx.int32)
         if self.drafter.needs_hidden:
             state["hidden"] = mx.pad(hidden, [(0, 0), (0, self.depth), (0, 0)])
-        keys, coins = self.first_draw(keys, state["offset"])
-        drafts = Drafts(mx.zeros((batch, 0), mx.int32))
-        return state, Proposal(drafts, draft_state, coins, keys)
+        return state, self.no_drafts(keys, state["offset"], draft_state)
+
+    def no_drafts(self, keys, position, draft_state=None) -> Proposal:
+        """The empty proposal: ``accept`` draws a row's one token, at ``position``."""
+        keys, coins = self.first_draw(keys, position)
+        drafts = self._nothing(keys.shape[0])[1]
+        return Proposal(Drafts(drafts), draft_state, coins, keys)
+
+    def _nothing(self, batch: int) -> tuple[mx.array, mx.array]:
+        """Coins that decide nothing, and no drafts; made once."""
+        if batch not in self._constants:
+            arrays = mx.zeros((batch, 2)), mx.zeros((batch, 0), mx.int32)
+            mx.eval(arrays)
+            self._constants[batch] = arrays
+        return self._constants[batch]
 
     def first_draw(self, keys: mx.array, position: mx.array):
         """The next keys, and what draws a row without drafts at ``position``."""
@@ -197,7 +224,8 @@ class Round:
             self.depth,
             draw if given is None else place,
         )
-        drafts, draft_state = self.drafter.propose(state["draft"], context)
+        with drafting():
+            drafts, draft_state = self.drafter.propose(state["draft"], context)
         if given is not None:
             drafts = _place(given, drafts)
         if "limit" in state:
@@ -240,6 +268,8 @@ class Round:
             ],
         }
         if "hidden" in state:
+            if out.hidden is None:
+                raise StepDown("the model gave no hidden rows")
             verified["hidden"] = out.hidden
         if offset is None:
             self.traces += 1
@@ -274,7 +304,8 @@ class Round:
                 allowed=allowed,
             )
         if coins is None:
-            coins = mx.zeros((batch, drafts.tokens.shape[1] + 2))
+            depth = drafts.tokens.shape[1]
+            coins = mx.zeros((batch, depth + 2)) if depth else self._nothing(batch)[0]
         return verify_draft(
             logits,
             drafts.tokens,
@@ -316,13 +347,15 @@ class Round:
 
     def grow(self, state: RoundState, capacity: int) -> RoundState:
         """The same state with room for ``capacity`` tokens."""
+        with drafting():
+            draft_state = self.drafter.grow(state["draft"], capacity)
         return {
             **state,
             "leaves": [
                 adapter.grow(leaves, capacity)
                 for adapter, leaves in zip(self.adapters, state["leaves"], strict=True)
             ],
-            "draft": self.drafter.grow(state["draft"], capacity),
+            "draft": draft_state,
         }
 
     def _call(self, name, function, attended, *args):

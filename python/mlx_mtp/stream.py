@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -15,19 +15,15 @@ import mlx.core as mx
 from .adaptive import Pace
 from .drafters import Drafts
 from .drafters.base import DrafterState
-from .round import Proposal, Round, RoundState
+from .round import Proposal, Round, RoundState, StepDown, drafting
 from .shaping import Controller, Decision, RowShaper, apply_mask, block_masks
 from .state import cached_tokens, newest
 from .telemetry import Telemetry
 
 MIN_BUCKET = 256
 MAX_RESERVED = 1024  # tokens of a stream that get their cache slots at the start
-
-
-_UNUSABLE = (
-    "The logits of the model or of the drafter have NaN, +inf or nothing to choose "
-    "from, in the round for position {}. The prompt cache holds every emitted token."
-)
+MIN_PAUSE, MAX_PAUSE = 16, 1024  # plain tokens behind a first and a repeated failure
+MERGED = 256  # plain tokens that the drafter gets at once
 
 
 class UnusableLogits(RuntimeError):
@@ -151,7 +147,8 @@ class Stream:
 
     It is either running, with the caches taken apart in ``_state``, or at rest, with
     the caches whole and ``_turn`` beside them. ``_unfed`` then has the emitted tokens
-    that are not in the caches yet.
+    that are not in the caches yet. What keeps it from running, such as a drafter that
+    fails, makes it decode plainly at rest for a while.
     """
 
     def __init__(
@@ -194,6 +191,8 @@ class Stream:
 
         self._capacity = self._attended = 0
         self._turn: Turn | None = None  # at rest
+        self._loose: list[tuple[mx.array, mx.array | None]] = []  # not in it yet
+        self._plain_left, self._pause_for = 0, MIN_PAUSE  # tokens
         self._unfed: list[int] = []
         self._state: RoundState | None = None  # running: the newest state
         self._replayable: list | None = None  # leaves of the block behind it
@@ -214,29 +213,45 @@ class Stream:
                     return
                 if self._unfed:
                     logits = self._feed_unfed()
-                if self._pace.depth:
+                pending = None
+                if self._pace.depth and not self._plain_left:
                     self._round = self._find_round(self._pace.depth, self._caches)
-                    yield from self._rounds(self._adopt(logits))
-                else:
+                    pending = self._adopt(logits)
+                if pending is None:
                     logits = yield from self._plain(logits)
+                else:
+                    found = yield from self._rounds(pending)
+                    logits = logits if found is None else found
                 if self._ended:
                     return
                 if self._state is not None:
                     self._pause()
         finally:
-            with self.telemetry.phase("close"):
-                self._close()
+            try:
+                with self.telemetry.phase("close"):
+                    self._close()
+            except BaseException:
+                self._close()  # a passing failure must not keep the caches
+                raise
 
-    def _rounds(self, pending: _Pending) -> Iterator[Step]:
-        """Emits rounds until the stream ends, its controller forces tokens, or another
-        depth is due."""
+    def _rounds(self, pending: _Pending) -> Generator[Step, None, mx.array | None]:
+        """Emits rounds until the stream ends, its controller forces tokens, another
+        depth is due, or no round can be made.
+
+        Returns the logits behind the newest token, if it is in the caches.
+        """
         while True:
             if pending.counts is None and not self._host_decides:
                 pending = self._mask(pending)
             # The next round is built while this one runs, and submitted once this
             # one is known not to be the last.
             ahead = self._build(unread=True) if self._builds_ahead else None
-            block = self._read(pending)
+            try:
+                block = self._read(pending)
+            except StepDown as error:
+                self._step_down(error)
+                flagged = self._block is not None and self._block.accepted < 0
+                return pending.logits[:, :1] if flagged else None
             tokens, last = self._cut(block.tokens)
             last = (
                 last
@@ -247,78 +262,71 @@ class Stream:
                 given = self._given
                 if given:
                     ahead = None  # it drafts where nothing is left to choose
-                pending = self._submit(ahead or self._build(unread=False, given=given))
+                if ahead is None and not self._plain_left:
+                    ahead = self._build(unread=False, given=given)
+                last = ahead is None or not self._submit(ahead)
+                pending = ahead
             del ahead
             for i, token in enumerate(tokens):
-                block.kept = i + 1
                 forced = i < block.given
-                self.telemetry.round_tokens += block.fed and not forced
                 drafted = i < block.accepted and not forced
-                yield self._take(token, drafted, partial(block.row, i), forced)
+                step = self._take(token, drafted, partial(block.row, i), forced)
+                self.telemetry.round_tokens += block.fed and not forced
+                block.kept = i + 1
+                yield step
             if last:
-                return
+                return None
 
-    def _plain(self, logits: mx.array) -> Iterator[Step]:
-        """Emits one token a forward until drafts are due; the logits behind the last.
+    def _plain(self, logits: mx.array) -> Generator[Step, None, mx.array]:
+        """Decodes without drafts, one token ahead, until there are to be rounds.
 
-        A forward is submitted before the token in front of it is read, as in
-        ``mlx_lm``. The caches stay whole.
+        Returns the logits behind the newest token, which is in the caches.
         """
-        fed: list[int] = []
-        hidden: list[mx.array] = []
-        drawn = self._draw(logits, self._turn.length)
-        mx.async_eval(drawn)
         _TAKEN.update(self._caches)
         try:
-            while True:
-                marks = self._mark()
-                more = self.telemetry.emitted + 1 < self._max_tokens
-                if more:
-                    self.telemetry.target_calls += 1
-                    out = self._target.prefill(mx.maximum(drawn, 0), self._caches)
-                    length = self._turn.length + len(fed) + 1
-                    self._quantise(length)
-                    following = self._draw(out.logits[:, -1:], length)
-                    mx.async_eval(following, out.logits)
-                token = drawn.item()
-                if token < 0:
-                    self._rewind(marks)
-                    raise UnusableLogits(_UNUSABLE.format(self._turn.length + len(fed)))
-                self.telemetry.count_depth(0)
-                self._pace.add(0, self._since_read())
-                if more:
-                    fed.append(token)
-                    hidden.append(out.hidden)
-                else:
-                    self._unfed = [token]
-                _, last = self._cut([token])
-                yield self._take(token, False, partial(_row, logits, None, 0))
-                if last or self._pace.depth:
-                    return out.logits[:, -1:] if more else None
-                drawn, logits = following, out.logits
+            return (yield from self._plain_steps(logits))
         finally:
             _TAKEN.difference_update(self._caches)
-            if fed:
-                rows = mx.concatenate(hidden, axis=1) if hidden[0] is not None else None
-                self._advance(mx.array(fed, mx.int32), rows)
 
-    def _draw(self, logits: mx.array, position: int) -> mx.array:
-        """The token ``(1, 1)`` of a row of logits, -1 if there is none."""
-        self._keys, coins = self._round.first_draw(self._keys, mx.array([position]))
-        drafts = Drafts(mx.zeros((1, 0), mx.int32))
-        proposal = Proposal(drafts, None, coins, self._keys)
-        return self._round.accept({"params": self._params}, proposal, logits)[0]
+    def _plain_steps(self, logits: mx.array) -> Generator[Step, None, mx.array]:
+        self._masked = self._masks
+        token, row = self._draw(logits)
+        while True:
+            marks = [a.mark_step(c) for a, c in self._parts]
+            before = len(self._loose)
+            try:
+                logits = self._forward(token)
+                in_step = self._masked or self._host_decides
+                ahead = None if in_step else self._draw(logits)
+                mx.async_eval(logits if ahead is None else ahead[0])
+                with self.telemetry.phase("wait"):
+                    value = token.item()
+                if value < 0:
+                    raise self._unusable(self._cached - 1)
+                self._count_plain()
+                last = self._cut([value])[1]
+                step = self._take(value, False, partial(_decided_row, [row], 0))
+            except BaseException:
+                del self._loose[before:]
+                for (adapter, cache), mark in zip(self._parts, marks, strict=True):
+                    adapter.rewind_step(cache, mark)
+                raise
+            yield step
+            self._plain_left = max(self._plain_left - 1, 0)
+            if last or (self._pace.depth and not self._plain_left):
+                self._merge()
+                return logits
+            if len(self._loose) >= MERGED:
+                self._merge()
+                mx.clear_cache()
+            self._quantise()
+            token, row = ahead or self._draw(logits)
 
-    def _mark(self) -> list:
-        return [
-            a.mark(c) for a, c in zip(self._round.adapters, self._caches, strict=True)
-        ]
-
-    def _rewind(self, marks: list) -> None:
-        for adapter, cache, mark in zip(
-            self._round.adapters, self._caches, marks, strict=True
-        ):
-            adapter.rewind(cache, mark)
+    def _count_plain(self) -> None:
+        seconds = self._since_read()
+        self.telemetry.count_depth(0)
+        if not self._pace.depth:
+            self._pace.add(0, seconds)
 
     def _since_read(self) -> float:
         """Seconds since the host read the device before."""
@@ -409,6 +417,15 @@ class Stream:
         return self._traced and more and not near
 
     @property
+    def _cached(self) -> int:
+        """Tokens in the caches at rest."""
+        return self._turn.length + len(self._loose)
+
+    @property
+    def _parts(self):
+        return list(zip(self._round.adapters, self._caches, strict=True))
+
+    @property
     def _limit(self) -> float:
         """Cached tokens at which the caches that are apart have to be quantised."""
         waits = any(hasattr(cache, "to_quantized") for cache in self._caches)
@@ -462,46 +479,126 @@ class Stream:
         if turn is not None and turn.length == cached:
             state = turn.draft_state
             if state is not None:
-                state = self._drafter.grow(state, self._capacity)
+                state = self._try_draft(self._drafter.grow, state, self._capacity)
             return replace(turn, draft_state=state)
         state = None
         if self._drafter.needs_hidden:
-            state = self._drafter.begin(self._prompt[None, :0], self._capacity)
+            start = self._prompt[None, :0]
+            state = self._try_draft(self._drafter.begin, start, self._capacity)
         return Turn(cached, self._prompt[:0], state, None)
 
     def _feed(self, tokens: mx.array) -> mx.array:
         """Feeds tokens through the caches in one forward; the last row's logits."""
-        out = self._target.prefill(tokens[None], self._caches)
-        self._advance(tokens, out.hidden)
-        self._quantise(self._turn.length)
-        mx.eval(self._cache_arrays(), self._turn.draft_state, self._turn.hidden)
+        self._merge()
+        marks = [a.mark(c) for a, c in self._parts]
+        try:
+            out = self._target.prefill(tokens[None], self._caches)
+            self._turn, self._unfed = self._extended(tokens, out.hidden), []
+        except BaseException:
+            for (adapter, cache), mark in zip(self._parts, marks, strict=True):
+                adapter.rewind(cache, mark)
+            raise
+        del marks  # or the next write would copy what they hold
+        self._quantise()
+        mx.eval([a.arrays(c) for a, c in self._parts], self._turn.hidden)
+        if self._turn.draft_state is not None and (
+            self._try_draft(_evaluated, self._turn.draft_state) is None
+        ):
+            self._turn = replace(self._turn, draft_state=None)
         return out.logits[:, -1:]
 
-    def _advance(self, tokens: mx.array, rows: mx.array | None) -> None:
-        """Notes tokens ``(N,)`` that the caches now hold, with their hidden rows.
+    def _extended(self, tokens: mx.array, hidden: mx.array | None) -> Turn:
+        """The turn with ``tokens`` ``(N,)`` behind it and ``hidden`` ``(1, N, H)``."""
+        turn = self._turn
+        length = turn.length + tokens.size
+        known = mx.concatenate([turn.tokens, tokens])
+        if not self._drafter.needs_hidden:
+            return Turn(length, known, None, None)
+        if hidden is None:
+            self._step_down("the model gave no hidden rows")
+            return Turn(length, known, None, None)
+        state = turn.draft_state
+        if state is not None:
+            state = self._try_draft(
+                self._drafted, state, turn.hidden, tokens[None], hidden, length
+            )
+        return Turn(length, known, state, hidden[:, -1:])
 
-        The drafter gets each token with the hidden row in front of it.
+    def _drafted(self, state, before, tokens, hidden, length):
+        """The drafter's state behind tokens; it gets each with the row before it."""
+        rows = hidden[:, :-1]
+        if before is None:
+            tokens = tokens[:, 1:]
+        else:
+            rows = mx.concatenate([before, rows], axis=1)
+        state = self._reserve(state, length)
+        if not tokens.shape[1]:
+            return state
+        return self._drafter.prefill(state, tokens, rows, bucket(length))
+
+    def _try_draft(self, call: Callable, *args):
+        """What a call of the drafter gives; None, and a step down, if it fails."""
+        try:
+            with drafting():
+                return call(*args)
+        except StepDown as error:
+            self._step_down(error)
+            return None
+
+    def _step_down(self, reason: StepDown | str) -> None:
+        """Plain decoding from here on, at first for a few tokens, later for more."""
+        self.telemetry.fallback = f"plain decoding for a while: {reason}"
+        self.telemetry.step_downs += 1
+        self._plain_left = self._pause_for
+        self._pause_for = min(2 * self._pause_for, MAX_PAUSE)
+
+    def _forward(self, token: mx.array) -> mx.array:
+        """Feeds one token, still on the device, ``(1,)``; its logits ``(1, 1, V)``.
+
+        A token of -1, which is none, reads the last row of the embedding: it is taken
+        back as soon as it is read.
         """
-        turn, length = self._turn, self._turn.length + tokens.size
-        draft_state, hidden = turn.draft_state, None
-        if draft_state is not None:
-            draft_state = self._reserve(draft_state, length)
-            hidden, following, before = rows[:, -1:], tokens[None], rows[:, :-1]
-            if turn.hidden is None:
-                following = following[:, 1:]
-            else:
-                before = mx.concatenate([turn.hidden, before], axis=1)
-            if following.shape[1]:
-                draft_state = self._drafter.prefill(
-                    draft_state, following, before, bucket(length)
-                )
-        self._turn = Turn(
-            length, mx.concatenate([turn.tokens, tokens]), draft_state, hidden
-        )
+        out = self._target.prefill(token[None], self._caches)
+        self.telemetry.target_calls += 1
+        self._loose.append((token, out.hidden))
+        return out.logits
 
-    def _quantise(self, length: int) -> None:
+    def _draw(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """The token behind logits, ``(1,)``, -1 if there is none; and its row."""
+        position = mx.array([self._cached], mx.int32)
+        proposal = self._round.no_drafts(self._keys, position)
+        self._keys = proposal.keys
+        if not self._host_decides:
+            state, masks, row = {"params": self._params}, None, logits[0]
+            if self._masks:
+                vocab = self._target.vocab_size
+                masks = mx.array(block_masks(self._controller, [], vocab))
+                row = apply_mask(masks[0, 0], row)
+            tokens, _, _ = self._round.accept(state, proposal, logits, masks)
+            return tokens[:, 0], row
+        self._merge()
+        history = self._turn.tokens[self._earlier :]
+        decision = self._shaper.decide(
+            history, logits, None, proposal.uniforms, self._free
+        )
+        if decision.accepted < 0:
+            return mx.array([-1]), logits[0]
+        return mx.array(decision.tokens, mx.int32), decision.logits[0]
+
+    def _merge(self) -> None:
+        """Puts the tokens of plain steps into the turn."""
+        if self._loose:
+            tokens, hidden = zip(*self._loose, strict=True)
+            rows = hidden[-1]
+            if all(row is not None for row in hidden):
+                rows = mx.concatenate(hidden, axis=1)
+            else:  # the drafter starts anew
+                self._turn = replace(self._turn, draft_state=None)
+            self._turn, self._loose = self._extended(mx.concatenate(tokens), rows), []
+
+    def _quantise(self) -> None:
         """Quantises the caches that have grown to the limit, as ``mlx_lm`` does."""
-        if self._limit > length:
+        if self._quantisation is None or self._limit > self._cached:
             return
         how = self._quantisation
         for i, cache in enumerate(self._caches):
@@ -511,7 +608,6 @@ class Stream:
 
     def _feed_unfed(self) -> mx.array:
         logits = self._feed(mx.array(self._unfed, mx.int32))
-        self._unfed = []
         self.telemetry.target_calls += 1
         return logits
 
@@ -521,19 +617,25 @@ class Stream:
             draft_state = self._drafter.grow(draft_state, self._capacity)
         return draft_state
 
-    def _adopt(self, logits: mx.array) -> _Pending:
-        """Takes the caches apart; the token behind the last row is pending."""
+    def _adopt(self, logits: mx.array) -> _Pending | None:
+        """Takes the caches apart; the token behind the last row is pending.
+
+        None, and a step down, if the drafter is not ready.
+        """
         turn, draft_state = self._turn, self._turn.draft_state
+        if self._drafter.needs_hidden and turn.hidden is None:
+            self._step_down("the model gave no hidden rows")
+            return None
         mx.eval(logits)
         if draft_state is None:
             self._capacity = max(self._capacity, bucket(turn.length))
-            draft_state = self._drafter.begin(turn.tokens[None], self._capacity)
-        leaves = [
-            adapter.adopt(cache, self._round.width, self._capacity)
-            for adapter, cache in zip(self._round.adapters, self._caches, strict=True)
-        ]
+            draft_state = self._try_draft(
+                self._drafter.begin, turn.tokens[None], self._capacity
+            )
+            if draft_state is None:
+                return None
         state, proposal = self._round.begin(
-            leaves,
+            [a.adopt(c, self._round.width, self._capacity) for a, c in self._parts],
             turn.length,
             draft_state,
             turn.hidden,
@@ -542,56 +644,59 @@ class Stream:
             self._draft_params,
             None if self._limit == math.inf else self._limit,
         )
-        _TAKEN.update(self._caches)
         self._masked = self._masks
         if self._masked and not self._always:
             state["given"] = self._place([])
-        self._turn, self._state, self._block = None, state, None
-        self._length, self._tokens, self._taken = turn.length, turn.tokens, []
         pending = self._settle(_Pending(state, logits, proposal=proposal, fed=0))
-        self._state, pending.state = pending.state, None
+        self._length, self._tokens, self._taken = turn.length, turn.tokens, []
+        self._turn, self._block, self._state = None, None, pending.state
+        _TAKEN.update(self._caches)
+        for adapter, cache in self._parts:
+            adapter.clear(cache)
+        pending.state = None
         return pending
 
     def _pause(self) -> None:
-        """Puts into the caches what the caller has taken, but for ``_unfed``."""
+        """Puts into the caches what the caller has taken, but for ``_unfed``.
+
+        It can be repeated until the state is given up.
+        """
         block = self._block or _Block(self._length, 0, -1, [], None)
         state, behind = self._state, self._replayable
         steps = block.fed + block.cached
-        self._state = self._replayable = None
         _TAKEN.difference_update(self._caches)
-        for i, (adapter, cache) in enumerate(
-            zip(self._round.adapters, self._caches, strict=True)
-        ):
+        for i, (adapter, cache) in enumerate(self._parts):
             leaves = newest(behind and behind[i], state["leaves"][i])
             adapter.release(
                 cache, leaves, block.length + steps, mx.array([steps], mx.int32)
             )
-        leaves = state["leaves"] = None
-        mx.eval(self._cache_arrays())
+        unfed = block.unfed
+        taken = mx.array(self._taken[: len(self._taken) - len(unfed)], mx.int32)
+        tokens = mx.concatenate([self._tokens, taken])
+        turn = Turn(block.length + steps, tokens, None, None)
         self._keys = state.get("keys", self._keys)
-        taken = mx.array(self._taken, mx.int32)
-        draft_state = hidden = None
+        self._turn, self._unfed, self._taken = turn, unfed, []
+        self._state = self._replayable = self._block = None
+        leaves = state["leaves"] = None
         # Once a later round has been submitted the rows of this one are gone.
         if self._drafter.needs_hidden and behind is None and "draft" in state:
-            draft_state, rows = state["draft"], state["hidden"]
+            rows = state["hidden"]
+            draft_state = self._try_draft(self._kept, state["draft"], block, rows)
             hidden = rows[:, block.cached :][:, :1]
-            if block.cached:
-                draft_state = self._drafter.prefill(
-                    draft_state,
-                    mx.array([block.tokens[: block.cached]], mx.int32),
-                    rows[:, : block.cached],
-                    min(bucket(self._length + self._round.width), self._capacity),
-                )
-        self._unfed = block.unfed
-        fed = taken[: len(self._taken) - len(self._unfed)]
-        self._turn = Turn(
-            block.length + steps,
-            mx.concatenate([self._tokens, fed]),
+            self._turn = replace(turn, draft_state=draft_state, hidden=hidden)
+        mx.eval([a.arrays(c) for a, c in self._parts])
+        self._quantise()
+
+    def _kept(self, draft_state, block: _Block, rows: mx.array):
+        """The drafter's state behind the tokens of a block that are in the caches."""
+        if not block.cached:
+            return draft_state
+        return self._drafter.prefill(
             draft_state,
-            hidden,
+            mx.array([block.tokens[: block.cached]], mx.int32),
+            rows[:, : block.cached],
+            min(bucket(self._length + self._round.width), self._capacity),
         )
-        self._taken = []
-        self._quantise(self._turn.length)
 
     def _close(self) -> None:
         if self._turns is None:
@@ -600,53 +705,55 @@ class Stream:
             self._pause()
         if self._turn is None:
             return
+        self._merge()
         if self._unfed:
             self._feed_unfed()
         known = not self._drafter.needs_hidden or self._turn.draft_state is not None
         if known:
             self._turns[self._caches[0]] = self._turn
 
-    def _cache_arrays(self):
-        return [
-            adapter.arrays(cache)
-            for adapter, cache in zip(self._round.adapters, self._caches, strict=True)
-        ]
-
     # One round
 
-    def _build(self, *, unread: bool, given: Sequence[int] = ()) -> _Pending:
-        """The graph of the next round; ``unread`` when the last is still running."""
-        with self.telemetry.phase("build"):
-            known = self._length + (self._round.width if unread else 0)
-            self._state, self._attended = self._fit(known + self._round.width)
-            if "given" in self._state:
-                self._state = {**self._state, "given": self._place(given)}
-            pending = self._build_round(unread)
-            return pending and replace(pending, given=len(given))
+    def _build(self, *, unread: bool, given: Sequence[int] = ()) -> _Pending | None:
+        """The graph of the next round; ``unread`` when the last is still running.
 
-    def _build_round(self, unread: bool) -> _Pending | None:
-        if not self._traced:
-            return self._build_eager()
-        try:
-            return self._build_traced(self._state, self._attended)
-        except Exception as error:
-            if self._round.traces:
-                raise
-            self._traced = False
-            self.telemetry.fallback = f"eager round: {error}"
-            return None if unread else self._build_eager()
+        None if only an eager round would do and the last is unread, or behind a step
+        down.
+        """
+        with self.telemetry.phase("build"):
+            try:
+                known = self._length + (self._round.width if unread else 0)
+                self._state, self._attended = self._fit(known + self._round.width)
+                if "given" in self._state:
+                    self._state = {**self._state, "given": self._place(given)}
+                pending = self._build_traced() if self._traced else None
+                pending = pending or (None if unread else self._build_eager())
+                return pending and replace(pending, given=len(given))
+            except Exception as error:
+                self._step_down(error)
+                return None
 
     def _place(self, given: Sequence[int]) -> mx.array:
         """Given tokens as the round takes them, ``(1, K)``."""
         spare = self._round.depth - len(given)
         return mx.array([[*given, *[-1] * spare]], mx.int32)
 
-    def _build_traced(self, state, attended) -> _Pending:
-        if not (self._masked or self._host_decides):
-            state, result = self._round(state, attended)
-            return _Pending(state, result.logits, result.counts)
-        proposal, state, logits = self._round.halves(state, attended)
-        return _Pending(state, logits, proposal=proposal)
+    def _build_traced(self) -> _Pending | None:
+        """The compiled round, None if the model cannot be traced."""
+        try:
+            if not (self._masked or self._host_decides):
+                state, result = self._round(self._state, self._attended)
+                return _Pending(state, result.logits, result.counts)
+            proposal, state, logits = self._round.halves(self._state, self._attended)
+            return _Pending(state, logits, proposal=proposal)
+        except StepDown:
+            raise
+        except Exception as error:
+            if self._round.traces:
+                raise
+            self._traced = False
+            self.telemetry.fallback = f"eager round: {error}"
+            return None
 
     def _build_eager(self) -> _Pending:
         proposal, state, logits = self._round.halves(
@@ -674,7 +781,8 @@ class Stream:
             state = self._round.grow(state, self._capacity)
         return state, attended
 
-    def _submit(self, pending: _Pending) -> _Pending:
+    def _submit(self, pending: _Pending) -> bool:
+        """Starts a round. False, and a step down, if that fails."""
         self._replayable = [
             adapter.replayable(leaves)
             for adapter, leaves in zip(
@@ -686,10 +794,16 @@ class Stream:
         self.telemetry.target_calls += 1
         self.telemetry.draft_calls += self._drafter.forwards(self._round.depth)
         with self.telemetry.phase("submit"):
-            if self._masked:
-                mx.async_eval(pending.proposal)  # the host reads the drafts first
-            mx.async_eval(pending.counts, pending.logits, pending.proposal, self._state)
-        return pending
+            try:
+                if self._masked:
+                    mx.async_eval(pending.proposal)  # the host reads the drafts first
+                mx.async_eval(
+                    pending.counts, pending.logits, pending.proposal, self._state
+                )
+                return True
+            except Exception as error:
+                self._step_down(error)
+                return False
 
     def _mask(self, pending: _Pending) -> _Pending:
         """Makes the masks of a block while the target runs, and accepts under them."""
@@ -709,7 +823,7 @@ class Stream:
         fed = pending.fed
         if pending.counts is not None:
             with self.telemetry.phase("wait"):
-                accepted, drafted, *tokens = pending.counts.tolist()[0]
+                accepted, drafted, *tokens = _read_counts(pending.counts)
             row = partial(_row, pending.logits, pending.masks)
         else:
             with self.telemetry.phase("shape"):
@@ -719,8 +833,10 @@ class Stream:
         given = max(min(pending.given, drafted), 0)
         block = _Block(self._length, fed, accepted, tokens[: accepted + 1], row, given)
         self._block, self._replayable = block, None
-        if accepted < 0:
-            raise UnusableLogits(_UNUSABLE.format(block.length + fed))
+        if accepted < 0 and not fed:
+            raise self._unusable(block.length)
+        if accepted < 0:  # of the model or of the drafter: plain decoding will tell
+            raise StepDown("unusable logits")
         self._length += fed + accepted
         seconds = self._since_read()
         if fed:
@@ -729,6 +845,12 @@ class Stream:
                 self._pace.add(accepted, seconds)
             self.telemetry.count_round(drafted - given, accepted - given)
         return block
+
+    def _unusable(self, position: int) -> UnusableLogits:
+        return UnusableLogits(
+            "The logits of the model have NaN, +inf or nothing to choose from, for "
+            f"position {position}. The prompt cache holds every emitted token."
+        )
 
     def _decide(self, pending: _Pending) -> tuple[Decision, int]:
         """Lets the host choose the tokens of a block and commits them."""
@@ -749,6 +871,18 @@ class Stream:
         )
         drafted = drafts.tokens.shape[1]
         return decision, drafted if drafts.lengths is None else drafts.lengths.item()
+
+
+def _read_counts(counts: mx.array) -> list[int]:
+    try:
+        return counts.tolist()[0]
+    except Exception as error:
+        raise StepDown(f"a round failed: {error}") from error
+
+
+def _evaluated(draft_state):
+    mx.eval(draft_state)
+    return draft_state
 
 
 def _row(logits: mx.array, masks: mx.array | None, i: int) -> mx.array:

@@ -31,8 +31,9 @@ class Telemetry:
             CPU); ``wait`` (for the round being read); ``shape`` (host-side processors
             and samplers); ``mask`` (of a grammar, with the wait for the drafts);
             ``close``.
+        step_downs (int): How often the stream went on without drafts for a while.
         fallback (str | None): Why the stream did not speculate, or not in one
-            compiled round.
+            compiled round; of step downs the newest reason.
     """
 
     rounds: int = 0
@@ -42,6 +43,7 @@ class Telemetry:
     round_tokens: int = 0
     target_calls: int = 0
     draft_calls: int = 0
+    step_downs: int = 0
     reached_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     depths: dict[int, int] = field(default_factory=dict)
@@ -103,6 +105,7 @@ class Telemetry:
             "emitted": self.emitted,
             "target_calls": self.target_calls,
             "draft_calls": self.draft_calls,
+            "step_downs": self.step_downs,
             "acceptance_rate": self.acceptance_rate,
             "tokens_per_round": self.tokens_per_round,
             "acceptance_by_position": self.acceptance_by_position,

@@ -39,10 +39,13 @@ class Adapter(Protocol):
     cache_class: str
 
     def adopt(self, cache: Any, width: int, capacity: int) -> Leaves:
-        """Takes the arrays out of ``cache``, which is left empty.
+        """The arrays of ``cache``, which is to be cleared then.
 
         ``width`` is the rows of a round, ``capacity`` the tokens to make room for.
         """
+
+    def clear(self, cache: Any) -> None:
+        """Leaves ``cache`` empty while a stream has its arrays."""
 
     def view(self, leaves: Leaves, position: Position) -> Any:
         """What the model gets as its cache for one forward."""
@@ -71,6 +74,12 @@ class Adapter(Protocol):
 
     def rewind(self, cache: Any, mark: Any) -> None:
         """Brings ``cache`` back to an earlier point of what it holds."""
+
+    def mark_step(self, cache: Any) -> Any:
+        """As ``mark``, but good for one token only, and it never costs a copy."""
+
+    def rewind_step(self, cache: Any, mark: Any) -> None:
+        """Brings ``cache`` back over at most one token."""
 
 
 def pad(x: mx.array, size: int, axis: int) -> mx.array:

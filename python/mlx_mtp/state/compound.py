@@ -27,6 +27,10 @@ class ListAdapter:
     def adopt(self, cache, width, capacity):
         return [a.adopt(c, width, capacity) for a, c in self._pairs(cache.caches)]
 
+    def clear(self, cache):
+        for adapter, part in self._pairs(cache.caches):
+            adapter.clear(part)
+
     def view(self, leaves, position):
         return ListView([a.view(x, position) for a, x in self._pairs(leaves)])
 
@@ -52,6 +56,13 @@ class ListAdapter:
     def rewind(self, cache, mark):
         for (adapter, part), m in zip(self._pairs(cache.caches), mark, strict=True):
             adapter.rewind(part, m)
+
+    def mark_step(self, cache):
+        return [a.mark_step(c) for a, c in self._pairs(cache.caches)]
+
+    def rewind_step(self, cache, mark):
+        for (adapter, part), m in zip(self._pairs(cache.caches), mark, strict=True):
+            adapter.rewind_step(part, m)
 
     def _pairs(self, others):
         return zip(self.parts, others, strict=True)

@@ -76,9 +76,10 @@ class KVAdapter:
         return cls()
 
     def adopt(self, cache, width, capacity):
-        leaves = (cache.keys, cache.values)
+        return self.grow((cache.keys, cache.values), capacity)
+
+    def clear(self, cache):
         cache.keys, cache.values, cache.offset = None, None, 0
-        return self.grow(leaves, capacity)
 
     def view(self, leaves, position):
         return KVView(*leaves, position.offset, position.attended)
@@ -104,6 +105,12 @@ class KVAdapter:
 
     def rewind(self, cache, mark):
         cache.offset = mark
+
+    def mark_step(self, cache):
+        return self.mark(cache)
+
+    def rewind_step(self, cache, mark):
+        self.rewind(cache, mark)
 
 
 @dataclass(frozen=True)
@@ -168,9 +175,7 @@ class QuantizedAdapter(KVAdapter):
         return cls(cache.group_size, cache.bits)
 
     def adopt(self, cache, width, capacity):
-        leaves = (*cache.keys, *cache.values)
-        cache.keys, cache.values, cache.offset = None, None, 0
-        return self.grow(leaves, capacity)
+        return self.grow((*cache.keys, *cache.values), capacity)
 
     def view(self, leaves, position):
         return QuantizedView(
@@ -198,8 +203,10 @@ class BatchAdapter(KVAdapter):
     def adopt(self, cache, width, capacity):
         rows = slice(cache.left_padding.item(), cache._idx)
         leaves = (cache.keys[:, :, rows], cache.values[:, :, rows])
-        cache.keys, cache.values, cache._idx = None, None, 0
         return self.grow(leaves, capacity)
+
+    def clear(self, cache):
+        cache.keys, cache.values, cache._idx = None, None, 0
 
     def release(self, cache, leaves, length, steps):
         cache.keys, cache.values = leaves

@@ -26,6 +26,9 @@ class ArraysAdapter:
 
     cache_class = "ArraysCache"
 
+    def clear(self, cache):
+        cache.cache = [None] * len(cache.cache)
+
     def grow(self, leaves, capacity):
         return leaves
 
@@ -40,6 +43,8 @@ class ArraysAdapter:
 
     def rewind(self, cache, mark):
         cache.cache = list(mark)
+
+    mark_step, rewind_step = mark, rewind
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,6 @@ class GatedDeltaAdapter(ArraysAdapter):
         window, state = cache[0], cache[1]
         batch, value_heads, value_dim, key_dim = state.shape
         dtype = window.dtype
-        cache[0], cache[1] = None, None
         return (
             state,
             pad(window, window.shape[1] + width, axis=1),
@@ -124,9 +128,7 @@ class SteppedAdapter(ArraysAdapter):
     view_class: type = SteppedView
 
     def adopt(self, cache, width, capacity):
-        leaves = tuple(mx.repeat(x[:, None], width + 1, axis=1) for x in cache.cache)
-        cache.cache = [None] * len(leaves)
-        return leaves
+        return tuple(mx.repeat(x[:, None], width + 1, axis=1) for x in cache.cache)
 
     def view(self, leaves, position):
         return self.view_class(self._pick(leaves, position.steps))

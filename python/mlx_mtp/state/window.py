@@ -79,13 +79,13 @@ class RotatingAdapter(KVAdapter):
         return cls(cache.max_size - cache.keep, cache.keep, width)
 
     def adopt(self, cache, width, capacity):
-        leaves = tuple(
+        return tuple(
             self._spread(cache._temporal_order(x), cache.offset, capacity)
             for x in (cache.keys, cache.values)
         )
-        cache.keys = cache.values = None
-        cache.offset = cache._idx = 0
-        return leaves
+
+    def clear(self, cache):
+        cache.keys, cache.values, cache.offset, cache._idx = None, None, 0, 0
 
     def _slots(self, capacity: int) -> int:
         return min(capacity, self.window + 2 * self.width - 1)
@@ -126,6 +126,13 @@ class RotatingAdapter(KVAdapter):
         # A later write into these slots must not reach the mark.
         return tuple(x if not isinstance(x, mx.array) else x[:] for x in cache.state)
 
+    def mark_step(self, cache):
+        return cache.offset
+
+    def rewind_step(self, cache, mark):
+        # What one more row has overwritten is out of the window of the row after.
+        cache.trim(cache.offset - mark)
+
     def rewind(self, cache, mark):
         cache.state = [x if not isinstance(x, mx.array) else x[:] for x in mark]
 
@@ -161,13 +168,14 @@ class ChunkedAdapter(RotatingAdapter):
 
     def adopt(self, cache, width, capacity):
         held = cache.offset - cache.start_position
-        leaves = tuple(
+        return tuple(
             self._spread(x[:, :, :held], cache.offset, capacity)
             for x in (cache.keys, cache.values)
         )
-        cache.keys = cache.values = None
-        cache.offset = cache.start_position = 0
-        return leaves
+
+    def clear(self, cache):
+        cache.keys, cache.values = None, None
+        cache.offset, cache.start_position = 0, 0
 
     def view(self, leaves, position):
         return ChunkedView(*leaves, position.offset, position.attended, self.window, 0)
@@ -190,9 +198,16 @@ class BatchRotatingAdapter(RotatingAdapter):
         return cls(cache.max_size, 0, width)
 
     def adopt(self, cache, width, capacity):
-        leaves = super().adopt(cache.extract(0), width, capacity)
+        return super().adopt(cache.extract(0), width, capacity)
+
+    def clear(self, cache):
         cache.keys, cache.values, cache._idx, cache._offset = None, None, 0, 0
-        return leaves
+
+    def mark_step(self, cache):
+        return cache._offset
+
+    def rewind_step(self, cache, mark):
+        cache.trim(cache._offset - mark)
 
     def release(self, cache, leaves, length, steps):
         super().release(cache, leaves, length, steps)
