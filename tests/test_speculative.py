@@ -721,20 +721,20 @@ def test_a_model_that_cannot_be_traced_runs_eagerly(llama, processors):
     assert tokens_of(steps) == tokens[:40]
 
 
-def test_an_error_of_the_model_is_not_hidden_by_the_fallback(llama):
+def test_an_error_of_the_model_in_a_round_is_told_and_no_token_lost(llama):
     class Fails(GenericTarget):
         def forward(self, tokens, views):
             raise OSError("broken layer")
 
     cache = Fails(llama).make_cache()
     decoder = SpeculativeDecoder(Fails(llama), NGramDrafter(), 2)
-    steps = decoder.stream(PROMPT, caches=cache)
-    with pytest.raises(OSError, match="broken layer"):
-        tokens_of(steps)
-    assert cache[0].offset == len(PROMPT)
+    steps = decoder.stream(PROMPT, caches=cache, max_tokens=20)
+    assert tokens_of(steps) == plain_tokens(llama, PROMPT, 20)
+    assert "broken layer" in steps.telemetry.fallback
+    assert cache[0].offset == len(PROMPT) + 20
 
 
-def test_an_error_of_a_later_trace_is_raised(llama):
+def test_an_error_of_a_later_trace_is_a_short_step_down(llama):
     """A model that was traced once is not slowed down for good by an error."""
 
     class Fails(GenericTarget):
@@ -747,13 +747,11 @@ def test_an_error_of_a_later_trace_is_raised(llama):
             return super().forward(tokens, views)
 
     decoder = SpeculativeDecoder(Fails(llama), NGramDrafter(), 2)
-    cache, tokens = decoder.target.make_cache(), []
-    with pytest.raises(MemoryError, match="no room"):
-        for step in decoder.stream(PROMPT, caches=cache, max_tokens=400):
-            tokens.append(step.token)
-    assert len(tokens) > 200
-    assert tokens == plain_tokens(llama, PROMPT, len(tokens))
-    assert cache[0].offset == len(PROMPT) + len(tokens)
+    cache = decoder.target.make_cache()
+    steps = decoder.stream(PROMPT, caches=cache, max_tokens=400)
+    assert tokens_of(steps) == plain_tokens(llama, PROMPT, 400)
+    assert "no room" in steps.telemetry.fallback and steps.telemetry.step_downs == 1
+    assert cache[0].offset == len(PROMPT) + 400
 
 
 # Threads
