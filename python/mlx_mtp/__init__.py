@@ -8,6 +8,7 @@ from importlib import import_module
 
 _HOME = {
     "load": ".loading",
+    "load_drafter": ".loading",
     "generate": ".generation",
     "stream_generate": ".generation",
     "make_sampler": ".generation",
@@ -19,6 +20,7 @@ _HOME = {
     "as_target": ".targets",
     "SamplingParams": ".sampling",
     "Telemetry": ".telemetry",
+    "DraftModelDrafter": ".drafters",
     "MTPHeadDrafter": ".drafters",
     "NGramDrafter": ".drafters",
     "sample": ".ops",

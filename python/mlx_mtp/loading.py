@@ -20,7 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from mlx.utils import tree_flatten
 from mlx_lm import utils as lm_utils
 
-from .drafters import HeadConfig, MTPHead
+from .drafters import DrafterMismatch, DraftModelDrafter, HeadConfig, MTPHead
 from .targets import as_target, takes_heads
 
 DEMO = Path(__file__).parent / "demo"
@@ -147,6 +147,32 @@ def load(
         head = _probed(model, head, tokenizer)
     model.mtp_head = head
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def load_drafter(
+    path_or_hf_repo: str | Path, model, tokenizer, **options
+) -> DraftModelDrafter:
+    """Loads a smaller model that drafts for ``model``, for the ``mtp`` argument.
+
+    Args:
+        path_or_hf_repo: Its folder or Hugging Face Hub id.
+        model: The model to draft for, from ``load``.
+        tokenizer: The tokenizer of that model.
+        options: As in ``load``.
+
+    Raises:
+        DrafterMismatch: The tokenizers do not mean the same tokens by the same ids.
+        FileNotFoundError, ValueError: As in ``load``.
+    """
+    draft, theirs = load(path_or_hf_repo, mtp=False, **options)
+    ours, theirs = tokenizer.get_vocab(), theirs.get_vocab()
+    if difference := _first_difference(ours, theirs):
+        raise DrafterMismatch(
+            f"[load] The tokenizer of {path_or_hf_repo} is another one: they differ "
+            f"{difference}."
+        )
+    size = max(ours.values()) + 1
+    return DraftModelDrafter(as_target(draft), as_target(model), size)
 
 
 def load_head(
@@ -404,12 +430,18 @@ def _check_same_vocabulary(ours: Path, theirs: Path) -> None:
     if not all(f.exists() for f in files) or files[0].samefile(files[1]):
         return
     left, right = (_vocabulary(_read_json(file)) for file in files)
+    if difference := _first_difference(left, right):
+        raise ValueError(
+            f"[load] The vocabularies of {ours} and {theirs} differ, {difference}."
+        )
+
+
+def _first_difference(left: dict[str, int], right: dict[str, int]) -> str | None:
+    """Where two vocabularies differ, in words; None if they do not."""
     if different := left.items() ^ right.items():
         token, index = min(different, key=lambda item: item[1])
-        raise ValueError(
-            f"[load] The vocabularies of {ours} and {theirs} differ, first in token "
-            f"{token!r} with id {index}."
-        )
+        return f"first in token {token!r} with id {index}"
+    return None
 
 
 def _vocabulary(tokenizer: dict[str, Any]) -> dict[str, int]:

@@ -1,11 +1,13 @@
 """Drafters: what proposes the next tokens."""
 
 from .base import DraftContext, Drafter, DrafterMismatch, Drafts
+from .draft_model import DraftModelDrafter
 from .mtp_head import HeadConfig, MTPHead, MTPHeadDrafter
 from .ngram import NGramDrafter
 
 __all__ = [
     "DraftContext",
+    "DraftModelDrafter",
     "Drafter",
     "DrafterMismatch",
     "Drafts",
