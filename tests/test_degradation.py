@@ -1,6 +1,7 @@
 """What goes wrong beside the model costs drafts, never tokens or the caches."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from faults import campaign, make_suts
 from plain import DEPTH, PROMPT, Plain
@@ -232,3 +233,46 @@ def test_injected_faults_anywhere(llama, qwen):
 @pytest.mark.slow
 def test_ten_thousand_injected_faults(llama):
     campaign(make_suts(llama, tiny_qwen()), 10_000, seed=1)
+
+
+class EvenBehind:
+    """Allows only even tokens once ``start`` tokens are out, and masks nothing before."""
+
+    def __init__(self, start):
+        self.start, self.seen = start, 0
+
+    @property
+    def masks(self):
+        return self.seen >= self.start
+
+    def accept(self, token):
+        self.seen += 1
+
+    def forced(self):
+        return ()
+
+    def horizon(self):
+        return 10**6
+
+    def mask(self):
+        return np.full((4,), 0x55555555, np.uint32)
+
+    def checkpoint(self):
+        return self.seen
+
+    def restore(self, mark):
+        self.seen = mark
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, 16, 17, 18, 30])
+def test_masks_hold_in_plain_steps_and_between_them_and_rounds(plain, start):
+    streams = []
+    for calls in ((), range(1), range(10**6)):
+        drafter = FailingDrafter(plain.drafter, "propose", calls)
+        decoder = SpeculativeDecoder(plain.target, drafter, DEPTH)
+        steps = decoder.stream(PROMPT, max_tokens=40, controller=EvenBehind(start))
+        streams.append([step.token for step in steps])
+        assert bool(steps.telemetry.step_downs) == bool(calls)
+    assert streams[0] == streams[1] == streams[2]
+    assert streams[0][:start] == plain.tokens[:start]
+    assert all(token % 2 == 0 for token in streams[0][start:])
