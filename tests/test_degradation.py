@@ -252,7 +252,7 @@ class EvenBehind:
         return ()
 
     def horizon(self):
-        return 10**6
+        return 10**6 if self.masks else self.start - self.seen
 
     def mask(self):
         return np.full((4,), 0x55555555, np.uint32)

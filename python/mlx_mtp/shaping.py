@@ -43,7 +43,8 @@ class Controller(Protocol):
         """The tokens that must come next, in order; empty when any may."""
 
     def horizon(self) -> int:
-        """How many of the next tokens are certainly neither forced nor biased."""
+        """How many of the next tokens are certainly neither forced nor biased, nor
+        change ``masks``."""
 
     def bias(self) -> Mapping[int, float] | None:
         """What to add to the logits of the next token."""

@@ -252,6 +252,7 @@ class Stream:
                 self._step_down(error)
                 flagged = self._block is not None and self._block.accepted < 0
                 return pending.logits[:, :1] if flagged else None
+            logits = pending.logits
             tokens, last = self._cut(block.tokens)
             last = (
                 last
@@ -275,7 +276,8 @@ class Stream:
                 block.kept = i + 1
                 yield step
             if last:
-                return None
+                # Cut in the middle, the block has the row behind its last token.
+                return None if block.unfed else logits[:, block.kept :][:, :1]
 
     def _plain(self, logits: mx.array) -> Generator[Step, None, mx.array]:
         """Decodes without drafts, one token ahead, until there are to be rounds.
