@@ -1,11 +1,9 @@
 #include <algorithm>
 #include <cstring>
-#include <utility>
 #include <vector>
 
 #include "cpu/inputs.h"
-#include "mlx/allocator.h"
-#include "mlx/backend/cpu/encoder.h"
+#include "cpu/task.h"
 #include "primitives.h"
 
 namespace mlx_mtp {
@@ -90,30 +88,18 @@ void CommitRows::eval_cpu(
     const std::vector<mx::array>& inputs,
     mx::array& out) {
   auto& cache = inputs[0];
-  if (out.size() == 0) {
-    out.set_data(mx::allocator::malloc(0));
-    return;
-  }
-  auto& encoder = mx::cpu::get_command_encoder(stream());
-  std::vector<mx::array> in;
-  for (auto& x : inputs) {
-    encoder.set_input_array(x);
-    in.push_back(mx::array::unsafe_weak_copy(x));
-  }
   bool in_place = cache.is_donatable() && cache.flags().row_contiguous;
   if (in_place) {
     out.copy_shared_buffer(cache);
   } else {
-    out.set_data(mx::allocator::malloc(out.nbytes()));
+    cpu::allocate(out);
   }
-  encoder.set_output_array(out);
-  // The addresses are known when the task runs, see bring().
-  encoder.dispatch([in = std::move(in),
-                    out = mx::array::unsafe_weak_copy(out),
-                    in_place,
-                    ring = ring_] {
-    View dst(out);
-    auto& shape = out.shape();
+  if (out.size() == 0) {
+    return;
+  }
+  auto task = [in_place, ring = ring_](cpu::Arrays& in, cpu::Arrays& out) {
+    View dst(out[0]);
+    auto& shape = out[0].shape();
     auto T = in[1].shape(2);
     for (int64_t b = 0; b < shape[0]; ++b) {
       if (!in_place) {
@@ -127,7 +113,9 @@ void CommitRows::eval_cpu(
           ring);
       copy_rows(View(in[1]), dst, b, shape, span);
     }
-  });
+  };
+  std::vector<mx::array> outputs = {out};
+  cpu::dispatch(stream(), inputs, outputs, task);
 }
 
 } // namespace mlx_mtp

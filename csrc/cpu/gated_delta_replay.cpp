@@ -2,8 +2,7 @@
 #include <optional>
 #include <vector>
 
-#include "mlx/allocator.h"
-#include "mlx/backend/cpu/encoder.h"
+#include "cpu/task.h"
 #include "primitives.h"
 
 // Compiled for several vector widths; the loader picks one for the machine.
@@ -267,32 +266,19 @@ void GatedDeltaReplay::eval_cpu(
     const std::vector<mx::array>& inputs,
     std::vector<mx::array>& outputs) {
   auto& state = inputs[0];
-  auto& encoder = mx::cpu::get_command_encoder(stream());
-  for (auto& x : inputs) {
-    encoder.set_input_array(x);
-  }
   // mlx counts one reference an output, so only the state alone is donated.
   if (state.is_donatable() && state.flags().row_contiguous) {
     outputs[0].copy_shared_buffer(state);
   } else {
-    outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
+    cpu::allocate(outputs[0]);
   }
   if (outputs.size() == 2) {
-    outputs[1].set_data(mx::allocator::malloc(outputs[1].nbytes()));
+    cpu::allocate(outputs[1]);
   }
-  for (auto& out : outputs) {
-    encoder.set_output_array(out);
-  }
-  // The addresses are known when the task runs, see bring().
-  auto weak = [](const std::vector<mx::array>& arrays) {
-    std::vector<mx::array> copies;
-    for (auto& x : arrays) {
-      copies.push_back(mx::array::unsafe_weak_copy(x));
-    }
-    return copies;
-  };
-  encoder.dispatch(
-      [in = weak(inputs), out = weak(outputs)] { Replay(in, out)(); });
+  cpu::dispatch(
+      stream(), inputs, outputs, [](cpu::Arrays& in, cpu::Arrays& out) {
+        Replay(in, out)();
+      });
 }
 
 } // namespace mlx_mtp

@@ -1,8 +1,6 @@
 // Readers for the small inputs of the ops, whatever their strides.
 #pragma once
 
-#include <vector>
-
 #include "cpu/shaped_row.h"
 
 namespace mlx_mtp::cpu {
@@ -17,15 +15,6 @@ T value(const mx::array& x, int64_t i) {
 template <typename T>
 T value(const mx::array& x, int64_t i, int64_t j) {
   return x.data<T>()[i * x.strides(0) + j * x.strides(1)];
-}
-
-// Gives arrays their address on the CPU. MLX's CUDA backend moves the data of
-// an array when the CPU first looks at it: no task may do so before it runs,
-// and no two threads at once.
-inline void bring(const std::vector<mx::array>& arrays) {
-  for (auto& x : arrays) {
-    x.data<char>();
-  }
 }
 
 // A uniform in [0, 1) with 48 bits: 24 are too coarse for a large vocabulary.

@@ -3,8 +3,7 @@
 #include "cpu/inputs.h"
 #include "cpu/parallel.h"
 #include "cpu/shaped_row.h"
-#include "mlx/allocator.h"
-#include "mlx/backend/cpu/encoder.h"
+#include "cpu/task.h"
 #include "primitives.h"
 
 namespace mlx_mtp {
@@ -63,29 +62,23 @@ void Sample::eval_cpu(
     const std::vector<mx::array>& inputs,
     std::vector<mx::array>& outputs) {
   for (auto& out : outputs) {
-    out.set_data(mx::allocator::malloc(out.nbytes()));
+    cpu::allocate(out);
   }
-  Batch batch = {
-      {},
-      has_allowed_,
-      temperature_first_,
-      outputs[0].data<int32_t>(),
-      outputs[1].data<float>()};
-  auto& encoder = mx::cpu::get_command_encoder(stream());
-  for (auto& in : inputs) {
-    encoder.set_input_array(in);
-    batch.in.push_back(mx::array::unsafe_weak_copy(in));
-  }
-  for (auto& out : outputs) {
-    encoder.set_output_array(out);
-  }
-  encoder.dispatch([batch = std::move(batch)] {
-    cpu::bring(batch.in);
-    auto& logits = batch.in[0];
+  auto task = [has_allowed = has_allowed_,
+               temperature_first = temperature_first_](
+                  cpu::Arrays& in, cpu::Arrays& out) {
+    Batch batch = {
+        in,
+        has_allowed,
+        temperature_first,
+        out[0].data<int32_t>(),
+        out[1].data<float>()};
+    auto& logits = in[0];
     cpu::parallel_for(logits.size() / logits.shape(-1), logits.size(), [&] {
       return Sampler(batch);
     });
-  });
+  };
+  cpu::dispatch(stream(), inputs, outputs, task);
 }
 
 } // namespace mlx_mtp

@@ -1,8 +1,7 @@
 #include "cpu/inputs.h"
 #include "cpu/parallel.h"
 #include "cpu/shaped_row.h"
-#include "mlx/allocator.h"
-#include "mlx/backend/cpu/encoder.h"
+#include "cpu/task.h"
 #include "primitives.h"
 
 namespace mlx_mtp {
@@ -74,30 +73,23 @@ void VerifyCoupled::eval_cpu(
     const std::vector<mx::array>& inputs,
     std::vector<mx::array>& outputs) {
   for (auto& out : outputs) {
-    out.set_data(mx::allocator::malloc(out.nbytes()));
+    cpu::allocate(out);
   }
-  Batch batch = {
-      {},
-      temperature_first_,
-      has_lengths_,
-      has_allowed_,
-      outputs[0].data<int32_t>(),
-      outputs[1].data<int32_t>(),
-      outputs[2].data<float>()};
-  auto& encoder = mx::cpu::get_command_encoder(stream());
-  for (auto& in : inputs) {
-    encoder.set_input_array(in);
-    batch.in.push_back(mx::array::unsafe_weak_copy(in));
-  }
-  for (auto& out : outputs) {
-    encoder.set_output_array(out);
-  }
-  encoder.dispatch([batch = std::move(batch)] {
-    cpu::bring(batch.in);
-    auto& logits = batch.in[0];
+  auto task = [temperature_first = temperature_first_,
+               has_lengths = has_lengths_,
+               has_allowed = has_allowed_](cpu::Arrays& in, cpu::Arrays& out) {
+    Batch batch = {
+        in,
+        temperature_first,
+        has_lengths,
+        has_allowed,
+        out[0].data<int32_t>(),
+        out[1].data<int32_t>(),
+        out[2].data<float>()};
     cpu::parallel_for(
-        logits.shape(0), logits.size(), [&] { return Verifier(batch); });
-  });
+        in[0].shape(0), in[0].size(), [&] { return Verifier(batch); });
+  };
+  cpu::dispatch(stream(), inputs, outputs, task);
 }
 
 } // namespace mlx_mtp
