@@ -136,8 +136,37 @@ find_in_group(EightWeights w, int id, ulong threshold, uint lane) {
 }
 
 // The id in the groups [begin, end) where the running sum passes `threshold`,
-// or the last one with a weight; after sum_groups() with a total that is not 0.
-// In every thread.
+// or the last one with a weight, -1 if there is none. By one simdgroup, in
+// every lane.
+template <typename T, bool FILTERED>
+METAL_FUNC int find_in_groups(
+    Weights<T, FILTERED> x,
+    int begin,
+    int end,
+    ulong threshold,
+    uint lane) {
+  EightWeights w = {};
+  int id = -1;
+  bool passed = false;
+  for (int first = begin; first < end && !passed; first += 32) {
+    uint hot = hot_groups(x, first, end, lane);
+    for (; hot != 0 && !passed; hot &= hot - 1u) {
+      int next = (first + int(metal::ctz(hot))) * GROUP + int(lane) * 8;
+      EightWeights candidate = weights8(x, next);
+      ulong sum = simd_total(candidate.sum);
+      if (sum > 0) {
+        w = candidate;
+        id = next;
+        passed = sum > threshold;
+        threshold -= passed ? 0ul : sum;
+      }
+    }
+  }
+  return find_in_group(w, id, passed ? threshold : TAKE_LAST, lane);
+}
+
+// The same by the whole threadgroup, in every thread; after sum_groups() with a
+// total that is not 0.
 template <typename T, bool FILTERED>
 METAL_FUNC int find_id(
     Weights<T, FILTERED> x,
@@ -149,28 +178,9 @@ METAL_FUNC int find_id(
     Team team) {
   Pick owner = pick(shares.mine, shares.prefix, threshold);
   if (int(team.simdgroup) == owner.lane) {
-    ulong rest = owner.rest;
-    EightWeights w = {};
-    int id = -1;
-    bool passed = false;
+    int first = first_group(begin, end, team.simdgroup, team);
     int last = first_group(begin, end, team.simdgroup + 1, team);
-    for (int first = first_group(begin, end, team.simdgroup, team);
-         first < last && !passed;
-         first += 32) {
-      uint hot = hot_groups(x, first, last, team.lane);
-      for (; hot != 0 && !passed; hot &= hot - 1u) {
-        int next = (first + int(metal::ctz(hot))) * GROUP + int(team.lane) * 8;
-        EightWeights candidate = weights8(x, next);
-        ulong sum = simd_total(candidate.sum);
-        if (sum > 0) {
-          w = candidate;
-          id = next;
-          passed = sum > rest;
-          rest -= passed ? 0ul : sum;
-        }
-      }
-    }
-    id = find_in_group(w, id, passed ? rest : TAKE_LAST, team.lane);
+    int id = find_in_groups(x, first, last, owner.rest, team.lane);
     if (team.lane == 0) {
       *result = id;
     }
@@ -256,33 +266,6 @@ sum_part(Weights<T, FILTERED> x, int begin, int end, uint lane) {
     }
   }
   return simd_total(sum);
-}
-
-// The id in [begin, end) where the running sum passes `threshold`, or the last
-// one with a weight, -1 if there is none. In every lane.
-template <typename T, bool FILTERED>
-METAL_FUNC int find_in_part(
-    Weights<T, FILTERED> x,
-    int begin,
-    int end,
-    ulong threshold,
-    uint lane) {
-  end = metal::min(end, x.target.size);
-  EightWeights w = {};
-  int id = -1;
-  bool passed = false;
-#pragma unroll 1
-  for (int first = begin; first < end && !passed; first += GROUP) {
-    EightWeights candidate = weights8(x, first + int(lane) * 8);
-    ulong sum = simd_total(candidate.sum);
-    if (sum > 0) {
-      w = candidate;
-      id = first + int(lane) * 8;
-      passed = sum > threshold;
-      threshold -= passed ? 0ul : sum;
-    }
-  }
-  return find_in_group(w, id, passed ? threshold : TAKE_LAST, lane);
 }
 
 // The chunks of a row. Where their weights are known only one is read.

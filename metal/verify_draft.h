@@ -461,65 +461,51 @@ struct DrawSpace {
   threadgroup ulong* weights;
 };
 
-// The token drawn from the candidates or the parts that earlier dispatches left
-// in `words`, -1 if none has a weight.
-template <typename T>
-METAL_FUNC int draw_known(
-    Weights<T, true> x,
-    constant VerifyDraftParams& params,
-    int b,
-    Decision d,
-    const device ulong* words,
+// The token drawn from the candidates of a row, -1 if none has a weight.
+template <typename T, bool FILTERED>
+METAL_FUNC int draw_candidates(
+    Weights<T, FILTERED> x,
+    const device ulong* candidates,
+    int count,
     ulong u,
     DrawSpace space,
     Team team) {
-  words += (long(b) * (params.drafts + 1) + d.row) * FEW;
-  int step = int(team.threads);
-  for (int i = int(team.thread_index); i < d.target.few; i += step) {
-    space.ids[i] = candidate_id(words[i]);
-    space.z[i] = candidate_logit(words[i]);
+  for (int i = int(team.thread_index); i < count; i += int(team.threads)) {
+    space.ids[i] = candidate_id(candidates[i]);
+    space.z[i] = candidate_logit(candidates[i]);
   }
   return draw_few(
-      x,
-      space.ids,
-      space.z,
-      space.weights,
-      d.target.few,
-      u,
-      space.result,
-      team);
+      x, space.ids, space.z, space.weights, count, u, space.result, team);
 }
 
-// By one simdgroup, which is faster than to share the work.
-template <typename T>
-METAL_FUNC int draw_known(
-    Weights<T, false> x,
+// The token drawn where the weights of all parts are known, -1 if they are all
+// 0. By one simdgroup, which is faster than to share the work.
+template <typename T, bool FILTERED>
+METAL_FUNC int draw_by_parts(
+    Weights<T, FILTERED> x,
+    const device ulong* sums,
     constant VerifyDraftParams& params,
-    int b,
-    Decision d,
-    const device ulong* words,
     ulong u,
-    DrawSpace space,
+    threadgroup int* result,
     Team team) {
   if (team.simdgroup == 0) {
     int size = part_size(params.chunk);
     int parts = params.chunks * (params.chunk / size);
-    StoredWeights sums = {words + long(b) * parts};
-    Pick found = pick_chunk(sums, parts, u, team.lane);
-    int id = -1;
-    if (found.lane >= 0) {
-      int begin = found.lane * size;
-      id = find_in_part(x, begin, begin + size, found.rest, team.lane);
-    }
+    Pick found = pick_chunk(StoredWeights{sums}, parts, u, team.lane);
+    int begin = metal::max(found.lane, 0) * (size / GROUP);
+    int end = metal::min(begin + size / GROUP, params.groups);
+    end = found.lane < 0 ? begin : end;
+    int id = find_in_groups(x, begin, end, found.rest, team.lane);
     if (team.lane == 0) {
-      *space.result = id;
+      *result = id;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  return *space.result;
+  return *result;
 }
 
-// The token drawn where the sequence stops, below 0 if unusable.
+// The token drawn where the sequence stops, below 0 if unusable. `words` has
+// the weights of the parts, or with filters the candidates of every row.
 template <typename T, bool FILTERED>
 METAL_FUNC int draw_token(
     VerifyInputs<T, FILTERED> in,
@@ -541,8 +527,12 @@ METAL_FUNC int draw_token(
   Weights<T, FILTERED> x = weights_of(in, params, b, d);
   bool known = !FILTERED || d.target.few >= 0;
   int token = -1;
-  if (known) {
-    token = draw_known(x, params, b, d, words, u, space, team);
+  if (!FILTERED) {
+    words += long(b) * params.chunks * (params.chunk / part_size(params.chunk));
+    token = draw_by_parts(x, words, params, u, space.result, team);
+  } else if (known) {
+    words += (long(b) * (params.drafts + 1) + d.row) * FEW;
+    token = draw_candidates(x, words, d.target.few, u, space, team);
   }
   Chunks<StoredWeights> none = {{words}, 0, 0, false};
 #pragma unroll 1
