@@ -55,6 +55,10 @@ def strides(x, count):
     return tuple(s // x.itemsize for s in x.strides[:count])
 
 
+def optional_strides(x, count):
+    return (0,) * count if x is None else strides(x, count)
+
+
 def is_aligned(*arrays):
     """Whether every row starts at a multiple of 16 bytes."""
     return all(
@@ -78,6 +82,21 @@ def params_array(value, batch):
 def filters(params):
     off = {"top_k": 0, "top_p": 1, "min_p": 0}
     return any(np.any(params.get(name, value) != value) for name, value in off.items())
+
+
+def verify_scratch(params, rows, unused):
+    """Buffers 12 to 16 of verify_draft."""
+    B, chunks = params.batch, params.chunks
+    partials = scratch(rows * chunks, STRUCTS["Partial"])
+    if params.filtered:
+        BT = B * (params.drafts + 1)
+        maxima = scratch(BT * params.groups, ctypes.c_float)
+        densities = scratch(BT, STRUCTS["Density"])
+        few = scratch(BT * 512, ctypes.c_uint64)
+        return {12: partials, 13: maxima, 14: densities, 15: few, 16: unused}
+    sums = scratch(B * chunks * -(-params.chunk // 1024), ctypes.c_uint64)
+    decisions = scratch(B, STRUCTS["Decision"])
+    return {12: partials, 13: unused, 14: unused, 15: sums, 16: decisions}
 
 
 class Host:
@@ -126,7 +145,7 @@ class Host:
             aligned=is_aligned(x),
             logits_stride=strides(x, 1)[0],
             uniforms_stride=strides(uniforms, 1)[0],
-            allowed_stride=0 if allowed is None else strides(allowed, 1)[0],
+            allowed_stride=optional_strides(allowed, 1)[0],
             **{f"{name}_stride": stride for name, (_, stride) in values.items()},
         )
         tokens, stats = np.full(R, -7, np.int32), np.full((R, 3), -7, np.float32)
@@ -143,8 +162,7 @@ class Host:
         }
         self.launch(f"sample_partials_{dtype}", (R, chunks), 128, buffers)
         kind = "filtered_" * bool(filtered)
-        threads = 512
-        self.launch(f"sample_draw_{kind}{dtype}", (R,), threads, buffers)
+        self.launch(f"sample_draw_{kind}{dtype}", (R,), 512, buffers)
         return tokens, stats
 
     def verify_draft(
@@ -170,20 +188,12 @@ class Host:
             y = draft if draft.dtype != np.float32 else store(draft, dtype)
         order = params.pop("filter_order", "temperature_first")
         filtered = params.pop("filtered", filters(params))
-        temperature = params.get("temperature", 1)
-        values = {
-            name: params_array(value, B)
-            for name, value in [
-                ("temperature", temperature),
-                ("top_k", params.get("top_k", 0)),
-                ("top_p", params.get("top_p", 1)),
-                ("min_p", params.get("min_p", 0)),
-                (
-                    "draft_temperature",
-                    temperature if draft_temperature is None else draft_temperature,
-                ),
-            ]
-        }
+        params.setdefault("temperature", 1)
+        if draft_temperature is None:
+            draft_temperature = params["temperature"]
+        off = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
+        values = {name: params_array(params.get(name, off[name]), B) for name in off}
+        values["draft_temperature"] = params_array(draft_temperature, B)
         rows = B * T + (B * K if draft is not None else 0)
         chunk = self.chunk_size(rows, V)
         chunks, groups = -(-V // chunk), -(-V // 256)
@@ -204,9 +214,9 @@ class Host:
             aligned=is_aligned(x, y),
             target_strides=strides(x, 2),
             draft_strides=strides(y, 2),
-            allowed_strides=(0, 0) if allowed is None else strides(allowed, 2),
+            allowed_strides=optional_strides(allowed, 2),
             tokens_strides=strides(draft_tokens, 2),
-            stats_strides=(0, 0) if draft_stats is None else strides(draft_stats, 2),
+            stats_strides=optional_strides(draft_stats, 2),
             uniforms_stride=strides(uniforms, 1)[0],
             lengths_stride=1,
             **{f"{name}_stride": stride for name, (_, stride) in values.items()},
@@ -226,28 +236,24 @@ class Host:
             9: x if draft_stats is None else draft_stats,
             10: x if lengths is None else lengths,
             11: x if allowed is None else allowed,
-            12: scratch(rows * chunks, STRUCTS["Partial"]),
-            13: scratch(B * T * groups, ctypes.c_float) if filtered else x,
-            14: scratch(B * T, STRUCTS["Density"]) if filtered else x,
-            15: scratch(
-                B * T * 512 if filtered else B * chunks * -(-chunk // 1024),
-                ctypes.c_uint64,
-            ),
-            16: x if filtered else scratch(B, STRUCTS["Decision"]),
+            **verify_scratch(constants, rows, x),
             17: tokens,
             18: accepted,
             19: logprobs,
             20: constants,
         }
+        self.launch_verify(dtype, filtered, rows, x.shape, chunks, buffers)
+        return tokens, accepted, logprobs
+
+    def launch_verify(self, dtype, filtered, rows, shape, chunks, buffers):
+        B, T, _ = shape
         self.launch(f"verify_draft_partials_{dtype}", (rows, chunks), 128, buffers)
         if filtered:
             self.launch(f"verify_draft_threshold_{dtype}", (B * T,), 512, buffers)
+            self.launch(f"verify_draft_draw_filtered_{dtype}", (B,), 256, buffers)
         else:
             self.launch(f"verify_draft_residual_{dtype}", (B, chunks), 256, buffers)
-        kind = "filtered_" * bool(filtered)
-        threads = 256
-        self.launch(f"verify_draft_draw_{kind}{dtype}", (B,), threads, buffers)
-        return tokens, accepted, logprobs
+            self.launch(f"verify_draft_draw_{dtype}", (B,), 256, buffers)
 
     def commit_rows(self, cache, rows, start, count, ring=0):
         """Any dtype; ``rows`` with any strides but the last. Returns a new cache."""
