@@ -236,7 +236,7 @@ def test_ten_thousand_injected_faults(llama):
 
 
 class EvenBehind:
-    """Allows only even tokens once ``start`` tokens are out, and masks nothing before."""
+    """Allows only even tokens behind ``start`` tokens, and masks nothing before."""
 
     def __init__(self, start):
         self.start, self.seen = start, 0
