@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx_lm
@@ -66,8 +66,14 @@ class Response(GenerationResponse):
         self._logprobs = value
 
     def top_logprobs(self, n: int) -> list[tuple[int, float]]:
-        """The ``n`` likeliest tokens of this position and their log-probabilities,
-        the likeliest first, the lowest id first on ties."""
+        """The ``n`` likeliest tokens of this position and their log-probabilities.
+
+        The likeliest first, the lowest id first on ties; all of them if there are
+        fewer.
+
+        Raises:
+            ValueError: ``n`` is negative.
+        """
         if n < 0:
             raise ValueError(f"n must not be negative but is {n}.")
         row = self.logprobs.astype(mx.float32)
@@ -151,12 +157,16 @@ def make_sampler(
         coupled (bool): Makes a stream a function of model, prompt and ``seed`` alone:
             the same tokens for every drafter and depth and without drafts. Drafts are
             accepted somewhat less often than by ratio. On the CPU only.
+
+    Raises:
+        ValueError: An argument is out of range, or ``coupled`` with XTC or
+            ``min_tokens_to_keep > 1``.
     """
-    if coupled and (xtc_probability > 0 or (min_p and min_tokens_to_keep > 1)):
-        raise ValueError(
-            "coupled does not work with xtc_probability or min_tokens_to_keep > 1."
-        )
     if xtc_probability > 0 or (min_p and min_tokens_to_keep > 1):
+        if coupled:
+            raise ValueError(
+                "coupled does not work with xtc_probability or min_tokens_to_keep > 1."
+            )
         return mlx_lm.sample_utils.make_sampler(
             temp,
             top_p,
@@ -231,6 +241,7 @@ def stream_generate(
     Raises:
         ValueError: ``mtp`` asks for a head that the model does not have, or an
             argument is out of range.
+        TypeError: An argument is unknown, or ``sampler`` cannot be called.
         ReasoningError: The thinking budget cannot be kept, or the grammar is not
             supported.
         ImportError: llguidance is missing.
@@ -243,42 +254,22 @@ def stream_generate(
     controller = _controller(
         model, tokenizer, prompt, thinking_budget, grammar, max_tokens
     )
-    if controller is not None and draft_model is not None:
-        name = "thinking_budget" if grammar is None else "grammar"
-        raise ValueError(f"{name} does not work with draft_model.")
-    if draft_model is not None and getattr(kwargs.get("sampler"), "coupled", False):
-        raise ValueError("A coupled sampler does not work with draft_model.")
+    request = _Request(
+        model,
+        tokenizer,
+        prompt,
+        max_tokens,
+        draft_model,
+        stream,
+        seed,
+        controller,
+        kwargs,
+    )
+    if draft_model is not None:
+        _check_draft_model(request, "thinking_budget" if grammar is None else "grammar")
     check_seed(seed)
     stops = None if stop is None else StopStrings(stop)
-    steps, reason = None, None
-    if mtp is not None:
-        steps, reason = _speculate(
-            model,
-            tokenizer,
-            prompt,
-            max_tokens,
-            draft_model,
-            mtp,
-            seed,
-            controller,
-            kwargs,
-        )
-    if seed is not None and (
-        steps is None or "sampler" in drawing(kwargs.get("sampler"))
-    ):
-        mx.random.seed(seed)
-    if steps is None:
-        plain = {"draft_model": draft_model, "stream": stream, **kwargs}
-        plain["sampler"] = bind_sampler(
-            kwargs.get("sampler"), seed, kwargs.get("prompt_cache"), prompt.size
-        )
-        if controller is not None:
-            processors = kwargs.get("logits_processors") or ()
-            plain["logits_processors"] = [*processors, ControllerProcessor(controller)]
-        telemetry = None if mtp is None else Telemetry(fallback=reason)
-        responses = _plain(model, tokenizer, prompt, max_tokens, telemetry, plain)
-    else:
-        responses = _respond(model, tokenizer, prompt.size, steps, max_tokens, stream)
+    responses = _responses(request, mtp)
     yield from responses if stops is None else _until(responses, stops)
 
 
@@ -316,6 +307,25 @@ def summary(response: Response) -> list[str]:
     return lines
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What one stream was asked for, with the arguments of ``mlx_lm``'s function."""
+
+    model: Any
+    tokenizer: TokenizerWrapper
+    prompt: mx.array
+    max_tokens: int
+    draft_model: Any
+    stream: mx.Stream
+    seed: int | None
+    controller: Controller | None
+    options: dict[str, Any]
+
+    @property
+    def sampler(self):
+        return self.options.get("sampler")
+
+
 class _Decoders:
     """The decoders of one model, kept so that their rounds compile once."""
 
@@ -332,7 +342,11 @@ class _Decoders:
 
 
 def find_decoder(model, mtp: MTP, depth: Depth) -> SpeculativeDecoder | None:
-    """The decoder that ``mtp`` asks for; None if "auto" finds no head."""
+    """The decoder that ``mtp`` asks for; None if "auto" finds no head.
+
+    Raises:
+        ValueError: ``mtp`` or ``depth`` is none, or the model has no head for a depth.
+    """
     if isinstance(mtp, SpeculativeDecoder):
         return mtp
     depth_given = isinstance(mtp, Integral) and not isinstance(mtp, bool)
@@ -359,32 +373,49 @@ def find_decoder(model, mtp: MTP, depth: Depth) -> SpeculativeDecoder | None:
     return decoders.get(decoders.head, int(mtp))
 
 
+def _check_draft_model(request: _Request, controlled_by: str) -> None:
+    """Raises ValueError for what ``mlx_lm``'s speculative decoding cannot do."""
+    if request.controller is not None:
+        raise ValueError(f"{controlled_by} does not work with draft_model.")
+    if getattr(request.sampler, "coupled", False):
+        raise ValueError("A coupled sampler does not work with draft_model.")
+
+
+def _responses(request: _Request, mtp: MTP) -> Iterator[Response]:
+    """The responses of our loop, or of ``mlx_lm``'s where that has to decode."""
+    steps, reason = (None, None) if mtp is None else _speculate(request, mtp)
+    if request.seed is not None and (
+        steps is None or "sampler" in drawing(request.sampler)
+    ):
+        mx.random.seed(request.seed)
+    if steps is not None:
+        return _respond(request, steps)
+    return _plain(request, None if mtp is None else Telemetry(fallback=reason))
+
+
 def _speculate(
-    model, tokenizer, prompt, max_tokens, draft_model, mtp, seed, controller, kwargs
+    request: _Request, mtp: MTP
 ) -> tuple[SpeculativeIterator | None, str | None]:
     """The stream, or None and the reason why ``mlx_lm`` has to decode it."""
-    reason = _plain_reason(draft_model, kwargs)
+    reason = _plain_reason(request)
     if reason is None or mtp != "auto":
-        depth = kwargs.get("num_draft_tokens", DEFAULT_DEPTH)
-        decoder = find_decoder(model, mtp, depth)
+        depth = request.options.get("num_draft_tokens", DEFAULT_DEPTH)
+        decoder = find_decoder(request.model, mtp, depth)
         if decoder is None:
             reason = "the model has no MTP head"
     if reason is not None:
         return None, reason
     try:
-        steps = _open(
-            decoder, model, tokenizer, prompt, max_tokens, seed, controller, kwargs
-        )
+        return _open(request, decoder), None
     except UnsupportedCache as error:
         return None, str(error)
-    return steps, None
 
 
-def _plain_reason(draft_model, kwargs) -> str | None:
-    """Why these arguments need mlx_lm's own loop, if they do."""
-    if draft_model is not None:
+def _plain_reason(request: _Request) -> str | None:
+    """Why these arguments need ``mlx_lm``'s own loop, if they do."""
+    if request.draft_model is not None:
         return "draft_model is mlx_lm's own speculative decoding"
-    if kwargs.get("input_embeddings") is not None:
+    if request.options.get("input_embeddings") is not None:
         return "input_embeddings is not supported with speculation"
     return None
 
@@ -417,9 +448,8 @@ def drawing(sampler) -> dict:
     return {"sampler": sampler}
 
 
-def _open(
-    decoder, model, tokenizer, prompt, max_tokens, seed, controller, kwargs
-) -> SpeculativeIterator:
+def _open(request: _Request, decoder: SpeculativeDecoder) -> SpeculativeIterator:
+    options = request.options
     known = {
         "sampler",
         "logits_processors",
@@ -433,27 +463,29 @@ def _open(
         "quantized_kv_start",
         "input_embeddings",
     }
-    if unknown := sorted(set(kwargs) - known):
+    if unknown := sorted(set(options) - known):
         raise TypeError(
             f"stream_generate() got an unexpected keyword argument {unknown[0]!r}"
         )
-    caches, size = kwargs.get("prompt_cache"), kwargs.get("max_kv_size")
+    caches, size = options.get("prompt_cache"), options.get("max_kv_size")
     if caches is None and size is not None:
-        caches = make_prompt_cache(model, size)
+        caches = make_prompt_cache(request.model, size)
     return decoder.stream(
-        prompt,
-        max_tokens=max_tokens,
-        **drawing(kwargs.get("sampler")),
-        processors=kwargs.get("logits_processors") or (),
-        controller=controller,
-        stop_tokens=tokenizer.eos_token_ids,
+        request.prompt,
+        max_tokens=request.max_tokens,
+        **drawing(request.sampler),
+        processors=options.get("logits_processors") or (),
+        controller=request.controller,
+        stop_tokens=request.tokenizer.eos_token_ids,
         caches=caches,
-        seed=seed,
-        prefill_step_size=kwargs.get("prefill_step_size", 2048),
-        progress=kwargs.get("prompt_progress_callback"),
-        kv_bits=kwargs.get("kv_bits"),
-        kv_group_size=kwargs.get("kv_group_size", 64),
-        quantized_kv_start=kwargs.get("quantized_kv_start", DEFAULT_QUANTIZED_KV_START),
+        seed=request.seed,
+        prefill_step_size=options.get("prefill_step_size", 2048),
+        progress=options.get("prompt_progress_callback"),
+        kv_bits=options.get("kv_bits"),
+        kv_group_size=options.get("kv_group_size", 64),
+        quantized_kv_start=options.get(
+            "quantized_kv_start", DEFAULT_QUANTIZED_KV_START
+        ),
     )
 
 
@@ -471,16 +503,13 @@ def _until(responses: Iterator[Response], stops: StopStrings) -> Iterator[Respon
                 return
 
 
-def _respond(
-    model, tokenizer, prompt_tokens, steps, max_tokens, stream
-) -> Iterator[Response]:
-    with wired_limit(model, [stream]), steps:
-        yield from _detokenize(tokenizer, prompt_tokens, steps, max_tokens, stream)
+def _respond(request: _Request, steps: SpeculativeIterator) -> Iterator[Response]:
+    with wired_limit(request.model, [request.stream]), steps:
+        yield from _detokenize(request, steps)
 
 
-def _detokenize(
-    tokenizer, prompt_tokens, steps, max_tokens, stream
-) -> Iterator[Response]:
+def _detokenize(request: _Request, steps: SpeculativeIterator) -> Iterator[Response]:
+    tokenizer, prompt_tokens = request.tokenizer, request.prompt.size
     detokenizer = tokenizer.detokenizer
     start = time.perf_counter()
     count = 0
@@ -501,7 +530,7 @@ def _detokenize(
         )
 
     while True:
-        with mx.stream(stream):
+        with mx.stream(request.stream):
             step = next(steps)
         count += 1
         if count == 1:
@@ -510,19 +539,36 @@ def _detokenize(
         stopped = step.token in tokenizer.eos_token_ids
         if not stopped:
             detokenizer.add_token(step.token)
-        if stopped or count == max_tokens:
+        if stopped or count == request.max_tokens:
             break
         yield response(step, None)
-    with mx.stream(stream):
+    with mx.stream(request.stream):
         steps.close()
     detokenizer.finalize()
     yield response(step, "stop" if stopped else "length")
 
 
-def _plain(model, tokenizer, prompt, max_tokens, telemetry, kwargs):
-    """mlx_lm's own stream, as our responses."""
+def _plain(request: _Request, telemetry: Telemetry | None) -> Iterator[Response]:
+    """``mlx_lm``'s own stream, as our responses."""
+    options = {
+        "draft_model": request.draft_model,
+        "stream": request.stream,
+        **request.options,
+    }
+    options["sampler"] = bind_sampler(
+        request.sampler,
+        request.seed,
+        options.get("prompt_cache"),
+        request.prompt.size,
+    )
+    if request.controller is not None:
+        processors = options.get("logits_processors") or ()
+        forcing = ControllerProcessor(request.controller)
+        options["logits_processors"] = [*processors, forcing]
     names = [f.name for f in fields(GenerationResponse)]
-    for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens, **kwargs):
+    for r in mlx_lm.stream_generate(
+        request.model, request.tokenizer, request.prompt, request.max_tokens, **options
+    ):
         if telemetry is not None:
             telemetry.emitted += 1
         yield Response(**{name: getattr(r, name) for name in names}, mtp=telemetry)

@@ -141,42 +141,32 @@ class SpeculativeDecoder:
             UnsupportedCache: A cache cannot be rolled back; nothing was written.
             UnusableLogits: While iterating, the model gave unusable logits.
         """
-        if not isinstance(max_tokens, Integral) or max_tokens < -1 or max_tokens == 0:
-            raise ValueError(
-                "max_tokens must be a positive integer, or -1 for no limit, but is "
-                f"{max_tokens}."
-            )
-        if prefill_step_size < 1:
-            raise ValueError(
-                f"prefill_step_size must be positive but is {prefill_step_size}."
-            )
+        _check_limits(max_tokens, prefill_step_size)
         params = params or SamplingParams()
         draft_params = draft_params or params
-        arrays = params.arrays(1)
-        order = params.filter_order
         greedy = params.greedy or sampler is not None
         if coupled and sampler is not None:
             raise ValueError("coupled does not work with a sampler of your own.")
-        keys, shaper = stream_key(seed), None
-        if processors or sampler is not None or getattr(controller, "biases", False):
-            shaper = RowShaper(
-                processors,
-                sampler,
-                {**arrays, "filter_order": order},
-                controller,
-                keys if coupled and not greedy else None,
-            )
+        keys = stream_key(seed)
+        seeds = keys if coupled and not greedy else None
+        shaper = _make_shaper(processors, sampler, params, controller, seeds)
         turns = None if caches is None else self._turns
         caches = self.target.make_cache() if caches is None else caches
         refuse_taken(caches)
         stream = Stream(
-            partial(self._round, greedy, coupled, order, draft_params.filter_order),
+            partial(
+                self._round,
+                greedy,
+                coupled,
+                params.filter_order,
+                draft_params.filter_order,
+            ),
             self._pace(greedy, shaper is None and not hasattr(controller, "mask")),
             _check_prompt(prompt, self.target.vocab_size),
             caches,
             shaper,
             controller,
-            arrays,
+            params.arrays(1),
             draft_params.arrays(1),
             turns,
             max_tokens=max_tokens,
@@ -331,6 +321,26 @@ def _check_depth(depth, drafter) -> None:
             f"depth must be in [1, {drafter.max_depth}] for the {drafter.name} "
             f"drafter, or 'adaptive', but is {depth!r}."
         )
+
+
+def _check_limits(max_tokens, prefill_step_size) -> None:
+    if not isinstance(max_tokens, Integral) or max_tokens < -1 or max_tokens == 0:
+        raise ValueError(
+            "max_tokens must be a positive integer, or -1 for no limit, but is "
+            f"{max_tokens}."
+        )
+    if prefill_step_size < 1:
+        raise ValueError(
+            f"prefill_step_size must be positive but is {prefill_step_size}."
+        )
+
+
+def _make_shaper(processors, sampler, params, controller, seeds) -> RowShaper | None:
+    """What the host decides of a block; None if the device decides all of it."""
+    if not processors and sampler is None and not getattr(controller, "biases", False):
+        return None
+    arguments = {**params.arrays(1), "filter_order": params.filter_order}
+    return RowShaper(processors, sampler, arguments, controller, seeds)
 
 
 def _check_prompt(prompt, vocab_size: int) -> mx.array:
