@@ -93,10 +93,12 @@ class VerifyCoupled : public mx::Primitive {
   VerifyCoupled(
       mx::Stream stream,
       bool temperature_first,
+      bool filtered,
       bool has_lengths,
       bool has_allowed)
       : mx::Primitive(stream),
         temperature_first_(temperature_first),
+        filtered_(filtered),
         has_lengths_(has_lengths),
         has_allowed_(has_allowed) {}
 
@@ -116,6 +118,7 @@ class VerifyCoupled : public mx::Primitive {
 
  private:
   bool temperature_first_;
+  bool filtered_; // as in Sample
   bool has_lengths_;
   bool has_allowed_;
 };

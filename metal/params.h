@@ -36,6 +36,12 @@ struct Decision {
   float logprob; // of the accepted draft
 };
 
+// The first of some tokens in a race, see verify_coupled.
+struct Racer {
+  float time;
+  int id;
+};
+
 struct SampleParams {
   int vocab; // V
   int chunk; // logits a threadgroup of sample_partials, a multiple of 256
@@ -86,6 +92,12 @@ struct VerifyDraftParams {
   int top_p_stride;
   int min_p_stride;
   int draft_temperature_stride;
+};
+
+struct VerifyCoupledParams {
+  VerifyDraftParams verify; // without draft logits
+  int seed_stride;
+  int position_stride;
 };
 
 struct CommitRowsParams {

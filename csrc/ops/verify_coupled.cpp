@@ -51,6 +51,7 @@ std::tuple<mx::array, mx::array, mx::array> verify_coupled(
       std::make_shared<VerifyCoupled>(
           s,
           params.temperature_first,
+          may_filter(params),
           draft_lengths.has_value(),
           allowed.has_value()),
       inputs);
@@ -60,7 +61,8 @@ std::tuple<mx::array, mx::array, mx::array> verify_coupled(
 bool VerifyCoupled::is_equivalent(const mx::Primitive& other) const {
   auto& o = static_cast<const VerifyCoupled&>(other);
   return temperature_first_ == o.temperature_first_ &&
-      has_lengths_ == o.has_lengths_ && has_allowed_ == o.has_allowed_;
+      filtered_ == o.filtered_ && has_lengths_ == o.has_lengths_ &&
+      has_allowed_ == o.has_allowed_;
 }
 
 std::vector<mx::Shape> VerifyCoupled::output_shapes(
@@ -68,15 +70,6 @@ std::vector<mx::Shape> VerifyCoupled::output_shapes(
   int B = inputs[0].shape(0);
   int T = inputs[0].shape(1);
   return {{B, T}, {B}, {B, T}};
-}
-
-// No backend has a kernel for it yet.
-void VerifyCoupled::eval_gpu(
-    const std::vector<mx::array>&,
-    std::vector<mx::array>&) {
-  throw std::runtime_error(
-      "[verify_coupled] It has no GPU kernel yet. Pass stream=mx.cpu or call "
-      "mx.set_default_device(mx.cpu) first.");
 }
 
 } // namespace mlx_mtp

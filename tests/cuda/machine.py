@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
-OPS = ("commit_rows", "gated_delta_replay", "sample", "verify_draft")
+OPS = ("commit_rows", "gated_delta_replay", "sample", "verify_coupled", "verify_draft")
 
 
 class Arguments(ctypes.Structure):

@@ -90,6 +90,48 @@ def filters(machine, seed):
         yield emulated.verify_draft(rows, tokens, uniforms=coins, **params)
 
 
+def coupled(machine, seed):
+    """Races over many groups and chunks, with drafts that are right, and flaws."""
+    rng = np.random.default_rng(11)
+    for i, params in enumerate(cases.FILTERS):
+        dtype, V = DTYPES[i % 3], SIZES[i % 3]
+        params = {**params, "filter_order": cases.ORDERS[i % 2]}
+        emulated = Host(machine, chunk=256, threads=[64, 96, 32][i % 3], seed=seed)
+        case = {
+            "target": cases.rounded(rng.normal(0, 2, (2, 3, V)), dtype),
+            "seed": rng.integers(0, 2**32, (2, 2), np.uint32),
+            "position": rng.integers(0, 2**31, 2),
+            **params,
+        }
+        tokens = np.full((2, 2), -1, np.int32)
+        for k in range(3):
+            got = emulated.verify_coupled(**case, draft_tokens=tokens, dtype=dtype)
+            yield got
+            tokens = np.where(got[0][:, :2] >= 0, got[0][:, :2], tokens)
+            case["draft_lengths"] = np.array([2, k])
+    # More chunks than lanes, flat, masked and unusable rows, lengths out of range.
+    emulated = Host(machine, chunk=256, threads=64, seed=seed)
+    x = np.zeros((4, 2, 8700), np.float32)
+    x[1] = rng.normal(0, 3, x[1].shape)
+    x[2, 0, 8699], x[3, 1, 0] = np.nan, np.inf
+    case = {
+        "target": x,
+        "seed": rng.integers(0, 2**32, (4, 2), np.uint32),
+        "position": np.arange(4),
+    }
+    for params in ({}, {"top_k": 3}, {"min_p": 0.5}):
+        got = emulated.verify_coupled(**case, **params, draft_tokens=np.zeros((4, 1)))
+        yield got
+        right = np.maximum(got[0][:, :1], 0)
+        words = cases.bits(rng.random(x.shape) < 0.4)
+        yield emulated.verify_coupled(
+            **case, **params, draft_tokens=right, draft_lengths=[1, 1, 2, -1]
+        )
+        yield emulated.verify_coupled(
+            **case, **params, draft_tokens=right, allowed=words
+        )
+
+
 def flaws(machine, seed):
     """Unusable rows, drafts and parameters, empty residuals."""
     emulated = Host(machine, chunk=256, threads=64, seed=seed)
@@ -260,7 +302,7 @@ def replays(machine, seed, dtypes=DTYPES):
         yield [emulated.gated_delta_replay(**args, dtype=dtype)]
 
 
-SAMPLING = [units, flaws, drafts, borders, filters, turns, sampling]
+SAMPLING = [units, coupled, flaws, drafts, borders, filters, turns, sampling]
 
 
 def everything(machine, seed=0):

@@ -245,11 +245,88 @@ class Host:
         self.launch_verify(dtype, filtered, rows, x.shape, chunks, buffers)
         return tokens, accepted, logprobs
 
-    def launch_verify(self, dtype, filtered, rows, shape, chunks, buffers):
-        B, T, _ = shape
+    def verify_coupled(
+        self,
+        target,
+        draft_tokens,
+        *,
+        seed,
+        position,
+        dtype="float32",
+        draft_lengths=None,
+        allowed=None,
+        **params,
+    ):
+        """As ``mlx_mtp.ops.verify_coupled`` -> tokens, accepted, logprobs."""
+        x = target if target.dtype != np.float32 else store(target, dtype)
+        B, T, V = x.shape
+        order = params.pop("filter_order", "temperature_first")
+        filtered = params.pop("filtered", filters(params))
+        off = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
+        values = {name: params_array(params.get(name, off[name]), B) for name in off}
+        chunk = self.chunk_size(B * T, V)
+        chunks = -(-V // chunk)
+        draft_tokens = np.asarray(draft_tokens, np.int32)
+        verify = STRUCTS["VerifyDraftParams"](
+            vocab=V,
+            chunk=chunk,
+            chunks=chunks,
+            groups=-(-V // 256),
+            batch=B,
+            drafts=T - 1,
+            filtered=filtered,
+            temperature_first=order == "temperature_first",
+            has_draft_lengths=draft_lengths is not None,
+            has_allowed=allowed is not None,
+            aligned=is_aligned(x),
+            target_strides=strides(x, 2),
+            allowed_strides=optional_strides(allowed, 2),
+            tokens_strides=strides(draft_tokens, 2),
+            lengths_stride=1,
+            **{f"{name}_stride": stride for name, (_, stride) in values.items()},
+        )
+        tokens = np.full((B, T), -7, np.int32)
+        accepted = np.full(B, -7, np.int32)
+        logprobs = np.full((B, T), -7, np.float32)
+        lengths = x if draft_lengths is None else np.asarray(draft_lengths, np.int32)
+        buffers = {
+            0: x,
+            1: x,
+            2: draft_tokens,
+            3: seed,
+            **{4 + i: array for i, (array, _) in enumerate(values.values())},
+            8: np.asarray(position, np.int32),
+            9: x,
+            10: lengths,
+            11: x if allowed is None else allowed,
+            **verify_scratch(verify, B * T, x),
+            16: scratch(B * T * chunks, STRUCTS["Racer"]),
+            17: tokens,
+            18: accepted,
+            19: logprobs,
+        }
+        constants = STRUCTS["VerifyCoupledParams"](
+            verify=verify, seed_stride=strides(seed, 1)[0], position_stride=1
+        )
+        kind = "filtered_" * bool(filtered) + dtype
+        self.launch_rows(
+            dtype, filtered, B * T, (B, T), chunks, {**buffers, 20: verify}
+        )
+        buffers[20] = constants
+        self.launch(f"verify_coupled_race_{kind}", (B * T, chunks), 128, buffers)
+        self.launch(f"verify_coupled_finish_{kind}", (B,), 128, buffers)
+        return tokens, accepted, logprobs
+
+    def launch_rows(self, dtype, filtered, rows, shape, chunks, buffers):
         self.launch(f"verify_draft_partials_{dtype}", (rows, chunks), 128, buffers)
         if filtered:
-            self.launch(f"verify_draft_threshold_{dtype}", (B * T,), 512, buffers)
+            grid = (shape[0] * shape[1],)
+            self.launch(f"verify_draft_threshold_{dtype}", grid, 512, buffers)
+
+    def launch_verify(self, dtype, filtered, rows, shape, chunks, buffers):
+        B = shape[0]
+        self.launch_rows(dtype, filtered, rows, shape, chunks, buffers)
+        if filtered:
             self.launch(f"verify_draft_draw_filtered_{dtype}", (B,), 256, buffers)
         else:
             self.launch(f"verify_draft_residual_{dtype}", (B, chunks), 256, buffers)

@@ -113,7 +113,8 @@ def reaches(folder, name, file):
 def sources_of(folder, file, dtypes):
     """The .metal files to run for a header, in some dtypes only."""
     found = {p for p in folder.glob("*.metal") if reaches(folder, p.name, file)}
-    sampling = {folder / "sample.metal", folder / "verify_draft.metal"}
+    names = ("sample", "verify_coupled", "verify_draft")
+    sampling = {folder / f"{name}.metal" for name in names}
     if found & sampling:
         found |= {*sampling, folder / host.UNITS.name}
     others = "|".join(set(host.DTYPES) - set(dtypes))

@@ -22,7 +22,7 @@ sys.path.append(str(DEVICE))
 from fake_device import FakeDevice  # noqa: E402
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
-OPS = ["sample", "verify_draft", "commit_rows", "gated_delta_replay"]
+OPS = ["sample", "verify_draft", "verify_coupled", "commit_rows", "gated_delta_replay"]
 # Not run: bit equality is promised for the CPU path only; "allocates" counts what that
 # path allocates; the next four draw too often for an emulator; "keeps_all_ties" draws
 # at u = 0 past a token of probability 1e-19, less than the kernels resolve.
@@ -78,6 +78,8 @@ def calls(seed, dtype, V=700):
     drafts = mx.array(rng.integers(0, V, (B, K)))
     verify = (array(B, T, V, dtype=dtype), drafts, array(B, K, V, dtype=dtype))
     coins = {"uniforms": uniform(B, K + 2)}
+    seed = mx.array(rng.integers(0, 2**32, (B, 2), np.uint32))
+    noise = {"seed": seed, "position": mx.array([5, 900])}
     keys = [array(B, T, H, D, dtype=dtype) for _ in range(3)]
     gates = [uniform(B, T, H), uniform(B, T, H).astype(dtype)]
     logits = (array(5, V, dtype=dtype), uniform(5, 2))
@@ -88,6 +90,8 @@ def calls(seed, dtype, V=700):
         ("verify_draft", verify, coins),
         ("verify_draft", verify, {**coins, "top_k": 20}),
         ("verify_draft", verify[:2], coins),
+        ("verify_coupled", verify[:2], noise),
+        ("verify_coupled", verify[:2], {**noise, "min_p": 0.02}),
         ("gated_delta_replay", replay, {}),
         ("gated_delta_replay", (*replay, keys[2]), {}),
     ] + [
@@ -163,6 +167,8 @@ def test_works_inside_a_lazy_graph_on_any_stream(fake):
             logits, tokens, logits[:, :3] * 1, uniforms=u[:, 3], draft_stats=stats
         )
         kept = mx.maximum(out[1], 0)
+        seed = (u[0, :1, :2] * 1000).astype(mx.uint32)
+        out += o.verify_coupled(logits, tokens, seed=seed, position=kept)
         cache = o.commit_rows(x[None, None] * 1, x[None, None, 5:9] + 1, kept, kept)
         state = x[None, None, :8, :8]
         k, g = state.transpose(0, 2, 1, 3), x[None, :8, :1]

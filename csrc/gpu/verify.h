@@ -1,0 +1,25 @@
+// What the verifying ops share: how every row of the target is shaped.
+#pragma once
+
+#include "gpu/arguments.h"
+#include "primitives.h"
+
+namespace mlx_mtp::gpu {
+
+// From buffers 0 to 11 of verify_draft. `rows` counts those of target and
+// draft.
+VerifyDraftParams verify_params(
+    const std::vector<mx::array>& in,
+    int rows,
+    bool temperature_first,
+    bool filtered,
+    const VerifyDraft::Optional& has);
+
+// The dispatches in front of the decision: sums of the chunks, thresholds.
+void shape_rows(
+    Kernels<VerifyDraftParams>& kernels,
+    const std::string& type,
+    const VerifyDraftParams& params,
+    int rows);
+
+} // namespace mlx_mtp::gpu
