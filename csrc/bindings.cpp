@@ -527,8 +527,7 @@ NB_MODULE(_ext, m) {
               ``(B,)``, any integer dtype. Default: ``None``, ``K``.
             allowed (array, optional): Bit mask of the target, shape
               ``(B, T, (V + 31) // 32)``, as in :func:`sample`. Default: ``None``.
-            stream (Stream, optional): Stream or device. It runs on the CPU only.
-              Default: ``None``.
+            stream (Stream, optional): Stream or device. Default: ``None``.
 
         Returns:
             tuple(array, array, array): Tokens, accepted and log-probabilities, as
@@ -536,7 +535,6 @@ NB_MODULE(_ext, m) {
 
         Raises:
             ValueError: A shape, a dtype or a number does not fit.
-            RuntimeError: When it is evaluated on a GPU.
 
         Example:
             >>> logits = mx.log(mx.array([[[0.6, 0.4], [0.6, 0.4]]]))

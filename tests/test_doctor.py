@@ -31,7 +31,7 @@ def test_compares_the_cpu_path_with_numpy(small, capsys):
     out = capsys.readouterr().out
     assert "No GPU that MLX can use: the CPU path against NumPy" in out
     assert f"mlx {mx.__version__}" in out
-    assert "12 of 12 right" in out and "WRONG" not in out
+    assert "15 of 15 right" in out and "WRONG" not in out
     assert all(out.count(f"\n{op} ") == 3 for op in CHECKS)
 
 
@@ -45,6 +45,11 @@ def test_every_op_has_a_composed_twin_with_its_result(op, small):
         accepted, token = want
         assert got[1].item() == accepted.item()
         assert got[0][0, accepted.item()].item() == token.item()
+    elif op == "verify_coupled":
+        tokens, accepted = want
+        assert got[1].item() == accepted.item()
+        n = accepted.item() + 1
+        assert got[0][0, :n].tolist() == tokens[0, :n].tolist()
     elif op == "commit_rows":
         kept = slice(1000, 1000 + doctor_speed.K)
         assert mx.array_equal(got[:, :, kept], want[:, :, kept])
@@ -108,6 +113,7 @@ def test_a_faulty_cpu_path_is_found(small, monkeypatch, capsys):
     class Ops:
         sample = staticmethod(broken("sample", 0, lambda x: x ^ 1))
         verify_draft = ops.verify_draft
+        verify_coupled = ops.verify_coupled
         commit_rows = ops.commit_rows
         gated_delta_replay = ops.gated_delta_replay
 
@@ -124,7 +130,7 @@ def test_an_op_that_raises_is_a_failure_of_its_own(small, gpu, monkeypatch, caps
     assert main(["doctor", "--no-speed"]) == 1
     out = capsys.readouterr().out
     assert out.count("WRONG: [metal::Device] Unable to build line 2") == 3
-    assert "9 of 12 right" in out
+    assert "12 of 15 right" in out
 
 
 def test_a_near_tie_is_counted_and_no_error():

@@ -156,7 +156,7 @@ def make_sampler(
     Args:
         coupled (bool): Makes a stream a function of model, prompt and ``seed`` alone:
             the same tokens for every drafter and depth and without drafts. Drafts are
-            accepted somewhat less often than by ratio. On the CPU only.
+            accepted somewhat less often than by ratio.
 
     Raises:
         ValueError: An argument is out of range, or ``coupled`` with XTC or

@@ -128,7 +128,7 @@ class SpeculativeDecoder:
             seed (int, optional): Fixes the stream, alone or in any batch.
             coupled (bool): Makes a sampled stream a function of model, prompt and
                 seed alone: the same for every drafter and depth, see
-                ``ops.verify_coupled``. On the CPU only, and without ``sampler``.
+                ``ops.verify_coupled``. Not with ``sampler``.
             prefill_step_size (int): Prompt tokens a forward.
             progress (callable, optional): ``progress(done, total)`` prompt tokens.
             kv_bits (int, optional): Quantise the keys and values to this.

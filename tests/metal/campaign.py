@@ -1,12 +1,13 @@
 """Random cases of the sampling kernels against the CPU path: the same tokens and
 accepted counts, but where a decision is too close for float32, which is counted apart.
 
-    python tests/metal/campaign.py [CASES]     default 10000 for each dtype
+    python tests/metal/campaign.py [CASES]     default 10000 for each op and dtype
 """
 
 import sys
 import tempfile
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,16 @@ def random_case(rng, dtype):
     return case, drawn
 
 
+def coupled_case(rng, dtype):
+    """The same for verify_coupled."""
+    case, _ = random_case(rng, dtype)
+    for name in ("draft", "draft_stats", "uniforms"):
+        case.pop(name, None)
+    case["seed"] = rng.integers(0, 2**32, (BATCH, 2), np.uint32)
+    case["position"] = rng.integers(-(2**31), 2**31, BATCH).astype(np.int32)
+    return case, {}
+
+
 def as_mx(x, dtype):
     return mx.array(x).astype(getattr(mx, dtype))
 
@@ -98,7 +109,10 @@ def on_cpu(case, dtype):
     draft = as_mx(case["draft"], dtype) if "draft" in case else None
     tokens = arrays.pop("draft_tokens").astype(mx.int32)
     target = as_mx(case["target"], dtype)
-    out = ops.verify_draft(target, tokens, draft, **arrays, stream=mx.cpu)
+    if "seed" in case:
+        out = ops.verify_coupled(target, tokens, **arrays, stream=mx.cpu)
+    else:
+        out = ops.verify_draft(target, tokens, draft, **arrays, stream=mx.cpu)
     return [np.array(a) for a in out]
 
 
@@ -112,6 +126,16 @@ def margin_of(case, drawn, b):
         if name in case
     }
     one["filter_order"] = case["filter_order"]
+    mask = case["allowed"][b] if "allowed" in case else None
+    if "seed" in case:
+        return oracle.coupled(
+            case["target"][b],
+            case["draft_tokens"][b][:n],
+            case["seed"][b],
+            case["position"][b].item(),
+            allowed=mask,
+            **one,
+        )[3]
     q, margin = [None] * n, 1.0
     if "draft" in case:
         draft_params = {name: one[name] for name in drawn}
@@ -120,7 +144,6 @@ def margin_of(case, drawn, b):
         q = [np.full(1, np.nan) if s is None else s.p for s in shaped]
         margin = min((s.margin for s in shaped if s is not None), default=1.0)
     u = case["uniforms"][b]
-    mask = case["allowed"][b] if "allowed" in case else None
     found = oracle.verify(
         case["target"][b],
         case["draft_tokens"][b][:n],
@@ -132,13 +155,14 @@ def margin_of(case, drawn, b):
     return min(margin, found[3])
 
 
-def run(machine, dtype, count, seed=0):
+def run(machine, dtype, count, seed=0, op="verify_draft"):
     """Counts of sequences: cases, near ties, and a list of those that are wrong."""
     rng = np.random.default_rng(seed)
+    make_case = coupled_case if op == "verify_coupled" else random_case
     counts, wrong = Counter(), []
     while counts["cases"] < count:
         with np.errstate(over="ignore"):
-            case, drawn = random_case(rng, dtype)
+            case, drawn = make_case(rng, dtype)
         emulated = host.Host(
             machine,
             chunk=int(choose(rng, [256, 4096])[0]),
@@ -147,7 +171,7 @@ def run(machine, dtype, count, seed=0):
         )
         with np.errstate(all="ignore"):
             expected = on_cpu(case, dtype)
-            got = emulated.verify_draft(**case, dtype=dtype)
+            got = getattr(emulated, op)(**case, dtype=dtype)
             for b in range(BATCH):
                 counts["cases"] += 1
                 counts["emitted"] += int(expected[1][b]) + 1
@@ -168,9 +192,9 @@ def main(count):
     out = Path(tempfile.mkdtemp()) / "kernels.so"
     machine = emulator.Emulator(emulator.build(host.SOURCES, out, include=[host.METAL]))
     failed = 0
-    for dtype in host.DTYPES:
-        counts, wrong = run(machine, dtype, count)
-        print(dtype, dict(counts), f"wrong: {len(wrong)}", flush=True)
+    for op, dtype in product(("verify_draft", "verify_coupled"), host.DTYPES):
+        counts, wrong = run(machine, dtype, count, op=op)
+        print(op, dtype, dict(counts), f"wrong: {len(wrong)}", flush=True)
         for case, b, expected, got in wrong[:5]:
             shape = case["target"].shape
             print("  shape", shape, "sequence", b, "CPU", expected, "kernels", got)

@@ -12,8 +12,9 @@ from mlx_mtp import ops
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_verify_draft_decides_as_the_cpu(machine, dtype):
-    counts, wrong = campaign.run(machine, dtype, 1200, seed=1)
+@pytest.mark.parametrize("op", ["verify_draft", "verify_coupled"])
+def test_verifying_decides_as_the_cpu(machine, op, dtype):
+    counts, wrong = campaign.run(machine, dtype, 1200, seed=1, op=op)
     print(dtype, dict(counts))
     assert not wrong
     assert counts["near ties"] <= 5

@@ -191,6 +191,68 @@ def _reference_verify(target, drafts, draft, options, params, known):
     return mx.array(tokens), mx.array(accepted), mx.array(logprobs), margins
 
 
+def check_verify_coupled(tally: Tally, dtype: mx.Dtype) -> None:
+    rng = np.random.default_rng(4)
+    for V in VOCABULARIES:
+        B, K = (2, 2) if V > 10000 else (6, 3)
+        for params in PARAMS:
+            _coupled_case(tally, rng, (B, K, V), dtype, params)
+
+
+def _coupled_case(tally, rng, shape, dtype, params):
+    B, K, V = shape
+    target = _normal(rng, (B, K + 1, V), dtype)
+    seed = rng.integers(0, 2**32, (B, 2), np.uint32)
+    # Drafts that are right up to the last, which is right by chance.
+    options = {"seed": mx.array(seed), "position": mx.arange(B) * 1000, **params}
+    ends = mx.arange(1, B + 1) % (K + 1)
+    drafts = mx.zeros((B, K), mx.int32)
+    _evaluated(target, drafts, ends, options["position"], options["seed"])
+    for i in range(K):
+        token, _, _ = ops.verify_coupled(
+            target[:, i : i + 1],
+            drafts[:, :0],
+            **{**options, "position": options["position"] + i},
+            stream=mx.cpu,
+        )
+        drafts = mx.where(mx.arange(K) == i, token, drafts)
+    _evaluated(drafts)
+    options["draft_lengths"] = ends
+    got = ops.verify_coupled(target, drafts, **options, stream=tally.device)
+    _evaluated(*got)
+
+    def right():
+        return _reference_coupled(target, drafts, options, params)
+
+    if tally.expects_cpu_path:
+        want = ops.verify_coupled(target, drafts, **options, stream=mx.cpu)
+    else:
+        want = right()
+    both = [mx.concatenate([x[0], x[1][:, None]], 1) for x in (got, want)]
+    case = f"B={B} K={K} V={V} {_described(params)}"
+    agree = tally.tokens(case, *both, lambda: right()[3])
+    tally.values(case, np.array(got[2])[agree], np.array(want[2])[agree])
+
+
+def _reference_coupled(target, drafts, options, params):
+    """tokens, accepted, logprobs and margins of float64 NumPy."""
+    B, T, _ = target.shape
+    tokens, logprobs = np.full((B, T), -1), np.zeros((B, T), np.float32)
+    accepted, margins = np.zeros(B, int), np.zeros(B)
+    z, seed, position = _float64(target), np.array(options["seed"]), options["position"]
+    for b, length in enumerate(options["draft_lengths"].tolist()):
+        emitted, accepted[b], logp, margins[b] = reference.coupled(
+            z[b],
+            np.array(drafts)[b, :length],
+            seed[b],
+            position[b].item(),
+            **params,
+        )
+        tokens[b, : len(emitted)] = emitted
+        logprobs[b, : len(logp)] = logp
+    return mx.array(tokens), mx.array(accepted), mx.array(logprobs), margins
+
+
 def check_commit_rows(tally: Tally, dtype: mx.Dtype) -> None:
     rng = np.random.default_rng(2)
     for S, D, ring in ((16, 64, 0), (40, 129, 0), (32, 64, 24), (7, 1, 7)):
@@ -246,6 +308,7 @@ def check_gated_delta_replay(tally: Tally, dtype: mx.Dtype) -> None:
 CHECKS = {
     "sample": check_sample,
     "verify_draft": check_verify_draft,
+    "verify_coupled": check_verify_coupled,
     "commit_rows": check_commit_rows,
     "gated_delta_replay": check_gated_delta_replay,
 }

@@ -11,6 +11,8 @@ from .. import ops
 
 V, K = 151936, 4
 REPEATS = 20
+# A temperature at which any noise gives the same token.
+COLD = 1e-6
 
 
 def times(op: str, dtype: mx.Dtype, device: mx.Device) -> tuple[float, float, float]:
@@ -74,6 +76,24 @@ def _verify_draft(dtype):
     )
 
 
+def _verify_coupled(dtype):
+    target, drafts, seed, position = _inputs(
+        mx.random.normal((1, K + 1, V)).astype(dtype),
+        mx.random.randint(0, V, (1, K)),
+        mx.array([[1, 2]], mx.uint32),
+        mx.array([7]),
+    )
+
+    options = {"seed": seed, "position": position, "temperature": COLD}
+
+    def composed():
+        noise = mx.random.gumbel((1, K + 1, V), key=seed[0])
+        tokens = mx.argmax(target.astype(mx.float32) / COLD + noise, axis=-1)
+        return tokens, mx.cumprod(tokens[:, :K] == drafts, axis=-1).sum(-1)
+
+    return lambda: ops.verify_coupled(target, drafts, **options), composed
+
+
 def _commit_rows(dtype):
     cache, rows, start, count = _inputs(
         mx.zeros((1, 8, 4096, 128), dtype),
@@ -123,6 +143,7 @@ def _gated_delta_replay(dtype):
 CASES = {
     "sample": _sample,
     "verify_draft": _verify_draft,
+    "verify_coupled": _verify_coupled,
     "commit_rows": _commit_rows,
     "gated_delta_replay": _gated_delta_replay,
 }
