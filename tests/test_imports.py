@@ -19,6 +19,7 @@ LAYERS = [
     {"_build", "_ext", "blas", "reasoning", "reference", "stops"},
     {"ops"},
     {"sampling", "telemetry", "state", "adaptive", "memory", "grammar"},
+    {"heads"},
     {"drafters", "targets"},
     {"round", "shaping"},
     {"stream", "thinking"},
@@ -34,7 +35,7 @@ LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
 TAKES_MLX_LM = (
     LAYERS[-3]
     | LAYERS[-2]
-    | {"targets", "loading", "processors", "generation", "loops"}
+    | {"heads", "targets", "loading", "processors", "generation", "loops"}
 )
 
 

@@ -14,6 +14,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_mtp import loading
 from mlx_mtp.drafters import MTPHead
+from mlx_mtp.heads import UnsupportedHead
+from mlx_mtp.heads.checkpoint import find_spec
 from mlx_mtp.loading import DEMO, load, load_head, probe_head, save_head
 
 CONFIG = json.loads((DEMO / "config.json").read_text())
@@ -222,7 +224,8 @@ def test_gains_stay_equal_however_often_they_are_saved_and_loaded(folder):
 def test_save_head_may_overwrite_the_file_it_was_read_from(demo, tmp_path):
     file = tmp_path / "mtp.safetensors"
     save_head(demo[0].mtp_head.head, file)
-    save_head(loading._build(loading._find_head(file, []), CONFIG, lazy=True), file)
+    found = loading._find_head(file, [], find_spec(CONFIG), CONFIG)
+    save_head(loading._build(found, CONFIG, lazy=True), file)
     assert equal(load_head(file, CONFIG), demo[0].mtp_head.head)
 
 
@@ -507,20 +510,23 @@ def test_family_without_heads_loads_and_says_so(tmp_path):
     mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors, MLX)
     sidecar(tmp_path / "mtp.safetensors", {"mtp.fc.weight": mx.ones((2, 2))})
     assert quiet_load(tmp_path, mtp=False).mtp_head is None
-    for mtp in (True, tmp_path / "mtp.safetensors"):
-        with pytest.warns(UserWarning, match="left out: model type llama"):
-            assert quiet_load(tmp_path, mtp=mtp).mtp_head is None
+    with pytest.warns(UserWarning, match="left out: model type llama"):
+        assert quiet_load(tmp_path).mtp_head is None
+    with pytest.raises(UnsupportedHead, match=r"mtp.safetensors .* model type llama"):
+        quiet_load(tmp_path, mtp=tmp_path / "mtp.safetensors")
+    with pytest.raises(UnsupportedHead, match="model type llama"):
+        load_head(tmp_path / "mtp.safetensors", config)
 
 
-def test_mixture_of_experts_head_is_left_out(demo, folder):
+def test_experts_in_the_head_of_a_dense_model_are_refused(demo, folder):
     path = folder("converted", None)
     tensors = {
         name.replace("mlp.", "mlp.experts.0."): x
         for name, x in heads(demo[0])["converted"].items()
     }
     sidecar(path / "mtp.safetensors", tensors, MLX)
-    with pytest.warns(UserWarning, match="left out: a mixture of experts"):
-        assert quiet_load(path).mtp_head is None
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.switch_mlp.* is unknown"):
+        quiet_load(path)
 
 
 # Probing

@@ -17,17 +17,20 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub.errors import HfHubHTTPError
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm import utils as lm_utils
 
-from .drafters import DrafterMismatch, DraftModelDrafter, HeadConfig, MTPHead
-from .targets import as_target, takes_heads
+from .drafters import DrafterMismatch, DraftModelDrafter, MTPHead
+from .heads import HeadSpec, UnsupportedHead
+from .heads.checkpoint import build_head, convert, find_spec, select
+from .targets import as_target
 
 DEMO = Path(__file__).parent / "demo"
 SIDECARS = ("mtp*.safetensors", "mtp/weights.safetensors")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.*")
-HEAD_NAME = re.compile(r"(?:(?:model|language_model)\.){0,2}mtp\.")
 HEAD_LIKE = re.compile(r"(?:^|[._])mtp[._]")
+GAIN = re.compile(r"norm[^.]*\.weight$")
+ROUTER_BIAS = re.compile(r"(e_score_correction|expert|router)_bias$")
 
 # Agreement of a head with its model below which it is reported. A head that works
 # is above 0.5 on its model's own text, one with a wiring fault near 0.
@@ -64,12 +67,15 @@ class _Shard:
 class _Found:
     """Head tensors under the names of ``MTPHead``, before any change to them.
 
-    ``zero_centred`` says that norm gains are stored as their difference from 1.
+    ``zero_centred`` says that norm gains are stored as their difference from 1, and
+    ``stored`` that the layers are as ``save_head`` writes them.
     """
 
     tensors: dict[str, mx.array]
     source: str
     zero_centred: bool
+    stored: bool
+    spec: HeadSpec
 
 
 def load(
@@ -104,8 +110,8 @@ def load(
         revision (str, optional): Branch, tag or commit on the Hub.
         trust_remote_code (bool): Allow Python code that comes with the checkpoint.
         mtp: ``True`` looks for a head in the folder, ``False`` does not, a path
-            names the sidecar file or folder to take it from. A head of a kind that
-            is not supported yet (mixture of experts) is left out with a warning.
+            names the sidecar file or folder to take it from. A head in the folder
+            that is not supported is left out with a warning.
         probe (bool): Measure the head's agreement with the model (one forward of the
             prompt and 32 decoding steps) and warn when it is too low.
         dtype (Dtype, optional): Floating weights, scales of quantised ones included,
@@ -119,6 +125,7 @@ def load(
         FileNotFoundError: No such folder or Hub id, or a file is missing in it.
         ValueError: A file is damaged, the head does not fit the model, or the
             checkpoint asks for code of its own and ``trust_remote_code`` is off.
+        UnsupportedHead: ``mtp`` names a head for a model that cannot take one.
 
     Example:
         >>> model, tokenizer = load()
@@ -189,9 +196,11 @@ def load_head(
     Raises:
         FileNotFoundError: No such file or folder.
         ValueError: There is no head, or it is damaged, incomplete or of other sizes.
+        UnsupportedHead: The model type of the config has no head that is known.
     """
     path = Path(path)
-    found = _find_head(path, _read_trunk(path) if path.is_dir() else [])
+    trunk = _read_trunk(path) if path.is_dir() else []
+    found = _find_head(path, trunk, find_spec(config), config)
     if found is None:
         raise ValueError(f"[load] {path} has no MTP head.")
     return _build(found, config, dtype)
@@ -230,11 +239,11 @@ def probe_head(model, head: MTPHead, tokenizer) -> float:
     prompt = mx.array([_probe_prompt(tokenizer)])
     tokens, hidden = _continue_greedily(target, prompt, PROBE_TOKENS)
     # Row i joins hidden row i with token i + 1 and predicts token i + 2.
-    embed = head.embed_tokens if "embed_tokens" in head else target.embed
+    embedded = head.embed(tokens[0, 1:-1], target)
     views = [_FirstForward()] * len(head.layers)
-    out = head(embed(tokens[0, 1:-1]), hidden[0, :-1], views)
+    out = head(embedded, hidden[0, :-1], views)
     first = prompt.shape[1] - 1
-    drafts = mx.argmax(target.logits(out[first:]), axis=-1)
+    drafts = mx.argmax(head.logits(out[first:], target), axis=-1)
     return mx.mean(drafts == tokens[0, first + 2 :]).item()
 
 
@@ -253,7 +262,10 @@ def inspect_model(
     """
     folder = find_model(path_or_hf_repo, revision)
     config, trunk = _read_json(folder / "config.json"), _read_trunk(folder)
-    found = _find_head(folder, trunk)
+    try:
+        found = _find_head(folder, trunk, find_spec(config), config)
+    except UnsupportedHead:
+        found = None
     tensors = [x for shard in trunk for x in shard.tensors.values()]
     head = None
     if found is not None:
@@ -395,22 +407,23 @@ def _load_tokenizer(folder, tokenizer_config, config):
 
 def _load_attached(model, folder, trunk, config, mtp, dtype, lazy):
     """The head that goes with a model, or None with a warning that says why."""
-    if not takes_heads(model):
+    try:
+        spec = find_spec(config)
+    except UnsupportedHead as error:
+        if mtp is not True:
+            raise UnsupportedHead(f"[load] No head of {mtp} fits: {error}.") from None
         names = [name for shard in trunk for name in shard.tensors]
-        if mtp is not True or any(map(HEAD_LIKE.search, names)) or _sidecars(folder):
-            _leave_out(f"model type {model.model_type} is not supported yet")
+        if any(map(HEAD_LIKE.search, names)) or _sidecars(folder):
+            _leave_out(str(error))
         return None
     path = folder if mtp is True else Path(mtp).expanduser()
     if path != folder and path.is_dir():
         _check_same_vocabulary(folder, path)
         trunk = _read_trunk(path)
-    found = _find_head(path, trunk)
+    found = _find_head(path, trunk, spec, config)
     if found is None:
         if mtp is not True:
             raise ValueError(f"[load] {path} has no MTP head.")
-        return None
-    if any(re.search(r"mlp\.(experts|switch_mlp)\.", name) for name in found.tensors):
-        _leave_out("a mixture of experts is not supported yet")
         return None
     try:
         dtype = dtype or _head_dtype(found, as_target(model))
@@ -452,13 +465,17 @@ def _vocabulary(tokenizer: dict[str, Any]) -> dict[str, int]:
     return vocabulary | added
 
 
-def _find_head(path: Path, trunk: list[_Shard]) -> _Found | None:
+def _find_head(path: Path, trunk: list[_Shard], spec, config) -> _Found | None:
     """The head in a file, in a folder's sidecars, or else among the trunk's tensors."""
     if not path.exists():
         raise FileNotFoundError(f"[load] There is no MTP head at {path}.")
     files = _sidecars(path) if path.is_dir() else [path]
     sidecars = [_read_shard(file) for file in files]
-    shards = [s for s in sidecars or trunk if any(map(HEAD_LIKE.search, s.tensors))]
+    shards = sidecars or trunk
+    names = [name for shard in shards for name in shard.tensors]
+    stored = any("norm_offset" in shard.metadata for shard in sidecars)
+    belongs = select(names, spec, config, stored)
+    shards = [s for s in shards if any(_is_part(name, belongs) for name in s.tensors)]
     if not shards:
         if sidecars:
             raise ValueError(
@@ -466,8 +483,16 @@ def _find_head(path: Path, trunk: list[_Shard]) -> _Found | None:
             )
         return None
     source = ", ".join(shard.path.name for shard in shards)
-    return _Found(
-        _select(shards), source, _zero_centred(shards, trunk, is_sidecar=bool(sidecars))
+    zero_centred = spec.norm_offset and _zero_centred(
+        shards, trunk, is_sidecar=bool(sidecars)
+    )
+    tensors = _select(shards, belongs)
+    return _Found(tensors, source, zero_centred, stored, spec)
+
+
+def _is_part(name: str, belongs: dict[str, str | None]) -> bool:
+    return belongs.get(name) is not None or (
+        name not in belongs and HEAD_LIKE.search(name) is not None
     )
 
 
@@ -475,22 +500,22 @@ def _sidecars(folder: Path) -> list[Path]:
     return [file for pattern in SIDECARS for file in sorted(folder.glob(pattern))]
 
 
-def _select(shards: list[_Shard]) -> dict[str, mx.array]:
-    """The head's tensors without their prefix."""
+def _select(shards: list[_Shard], belongs: dict[str, str | None]):
+    """The head's tensors under their names in ``MTPHead``."""
     tensors: dict[str, mx.array] = {}
     for shard in shards:
         for name, x in shard.tensors.items():
-            prefix = HEAD_NAME.match(name)
-            if prefix is None and HEAD_LIKE.search(name):
+            if name not in belongs and HEAD_LIKE.search(name):
                 raise ValueError(
                     f"[load] {shard.path} has the tensor {name}, which looks like a "
                     "part of an MTP head under an unknown prefix. Known are mtp., "
                     "model.mtp., language_model.mtp. and model.language_model.mtp."
                 )
-            if prefix is not None:
-                if name[prefix.end() :] in tensors:
-                    raise ValueError(f"[load] {shard.path} has {name} a second time.")
-                tensors[name[prefix.end() :]] = x
+            ours = belongs.get(name)
+            if ours in tensors:
+                raise ValueError(f"[load] {shard.path} has {name} a second time.")
+            if ours is not None:
+                tensors[ours] = x
     return tensors
 
 
@@ -528,8 +553,9 @@ def _head_dtype(found: _Found, target) -> mx.Dtype:
 
 
 def _build(found: _Found, config, dtype=None, lazy=False) -> MTPHead:
-    head = MTPHead(HeadConfig.from_dict(config.get("text_config") or config))
-    tensors = dict(found.tensors)
+    head, tensors = build_head(config, found.spec), dict(found.tensors)
+    if not found.stored:
+        tensors = convert(tensors, found.spec, config)
 
     def quantisation(path, module):
         if f"{path}.scales" not in tensors or f"{path}.weight" not in tensors:
@@ -543,33 +569,41 @@ def _build(found: _Found, config, dtype=None, lazy=False) -> MTPHead:
             f"[load] The quantised MTP head in {found.source} has weights and scales "
             f"that do not fit together: {error}"
         ) from error
-    _check_fit(head, found)
+    _check_fit(head, tensors, found.source)
     if found.zero_centred:
-        for path, module in head.named_modules():
-            if isinstance(module, nn.RMSNorm):
-                gain = tensors[f"{path}.weight"]
-                shifted = 1 + gain.astype(mx.float32)
-                tensors[f"{path}.weight"] = shifted.astype(dtype or gain.dtype)
+        for name in filter(GAIN.search, tensors):
+            shifted = 1 + tensors[name].astype(mx.float32)
+            tensors[name] = shifted.astype(dtype or tensors[name].dtype)
     head.load_weights(list(tensors.items()))
     if dtype is not None:
-        head.set_dtype(dtype)
+        _set_dtype(head, dtype)
     head.eval()
     if not lazy:
         _check_values(head, found.source)
     return head
 
 
-def _check_fit(head: MTPHead, found: _Found) -> None:
+def _set_dtype(head: MTPHead, dtype: mx.Dtype) -> None:
+    """Casts floating tensors but the biases that choose experts."""
+
+    def cast(name, x):
+        keep = ROUTER_BIAS.search(name) or not mx.issubdtype(x.dtype, mx.floating)
+        return x if keep else x.astype(dtype)
+
+    head.update(tree_map_with_path(cast, head.parameters()))
+
+
+def _check_fit(head: MTPHead, tensors: dict[str, mx.array], source: str) -> None:
     expected = dict(tree_flatten(head.parameters()))
-    faults = [f"{name} is missing" for name in sorted(expected.keys() - found.tensors)]
-    faults += [f"{name} is unknown" for name in sorted(found.tensors.keys() - expected)]
-    for name in sorted(expected.keys() & found.tensors):
-        shape, wanted = found.tensors[name].shape, expected[name].shape
+    faults = [f"{name} is missing" for name in sorted(expected.keys() - tensors)]
+    faults += [f"{name} is unknown" for name in sorted(tensors.keys() - expected)]
+    for name in sorted(expected.keys() & tensors):
+        shape, wanted = tensors[name].shape, expected[name].shape
         if shape != wanted:
             faults.append(f"{name} has shape {shape} in place of {wanted}")
     if faults:
         raise ValueError(
-            f"[load] The MTP head in {found.source} does not fit the config: "
+            f"[load] The MTP head in {source} does not fit the config: "
             f"{'; '.join(faults)}. Pass mtp=False to do without it."
         )
 

@@ -1,8 +1,9 @@
 """Drafters: what proposes the next tokens."""
 
+from ..heads import HeadConfig, MTPHead
 from .base import DraftContext, Drafter, DrafterMismatch, Drafts
 from .draft_model import DraftModelDrafter
-from .mtp_head import HeadConfig, MTPHead, MTPHeadDrafter
+from .mtp_head import MTPHeadDrafter
 from .ngram import NGramDrafter
 
 __all__ = [

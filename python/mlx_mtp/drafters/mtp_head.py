@@ -1,96 +1,48 @@
-"""The MTP head of Qwen3.5-architecture checkpoints, chained to any depth.
+"""Drafting with a checkpoint's own MTP head, chained to any depth.
 
-The head is one or more full-attention decoder layers. Row i joins the target's
-hidden row i with the embedding of token i + 1 and predicts token i + 2; chained
-steps feed the head's own output back in place of the hidden row.
+A head's row i joins the target's hidden row i with the embedding of token i + 1 and
+predicts token i + 2; chained steps feed the head's own output back in place of the
+hidden row. In a chain of several heads, head j reads the output of head j - 1 for the
+row before, so all of them read the same tokens and have the same number of slots; the
+first j slots of head j belong to no row.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
-
 import mlx.core as mx
-import mlx.nn as nn
 
+from ..heads import MTPHead
 from ..state import KVView
 from .base import DraftContext, DrafterMismatch, Drafts
 
 
-@dataclass(frozen=True)
-class HeadConfig:
-    """Shape of a head, under the names of the checkpoint's text config."""
+class Rows(KVView):
+    """Keys and values of one layer, of which the first ``start`` slots are no rows."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 100000.0
-    partial_rotary_factor: float = 0.25
-    attention_bias: bool = False
-    mtp_num_hidden_layers: int = 1
-    mtp_use_dedicated_embeddings: bool = False
+    def __init__(self, keys, values, offset, attended, start=0):
+        super().__init__(keys, values, offset, attended)
+        self.start = start
 
-    @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> HeadConfig:
-        """Reads a text config; a missing size is a ValueError that names it."""
-        values = {**config, **(config.get("rope_parameters") or {})}
-        values.setdefault(
-            "head_dim",
-            values.get("hidden_size", 0) // values.get("num_attention_heads", 1),
+    def make_mask(self, width, return_array=False, window_size=None):
+        mask = super().make_mask(width, return_array, window_size)
+        if not self.start:
+            return mask
+        # Slots that are no rows see each other, so that what they give is finite.
+        return mask & (
+            (mx.arange(self.attended) >= self.start) | (self._rows(width) < self.start)
         )
-        values["mtp_num_hidden_layers"] = max(
-            values.get("mtp_num_hidden_layers") or 1, 1
-        )
-        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        try:
-            return cls(**known)
-        except TypeError as error:
-            raise ValueError(
-                f"The config of the MTP head is incomplete: {error}."
-            ) from None
 
 
-class Attention(nn.Module):
-    """Gated attention with normalised queries and keys and partial rotation."""
+class NoRows:
+    """The memory of a layer that keeps nothing."""
 
-    def __init__(self, config: HeadConfig):
-        super().__init__()
-        self.heads, self.kv_heads = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-        )
-        self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
-        self.rope = nn.RoPE(
-            int(config.head_dim * config.partial_rotary_factor),
-            traditional=False,
-            base=config.rope_theta,
-        )
-        width, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(width, 2 * self.heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+    keys = values = ()
 
-    def __call__(self, x: mx.array, memory: KVView | Tail) -> mx.array:
-        """Rows ``(B * T, H)`` that attend to ``memory`` and each other."""
-        batch = memory.batch
-        q, gate = mx.split(
-            self.q_proj(x).reshape(batch, -1, self.heads, 2 * self.head_dim), 2, axis=-1
-        )
-        kv_shape = (batch, -1, self.kv_heads, self.head_dim)
-        k, v = self.k_proj(x).reshape(kv_shape), self.v_proj(x).reshape(kv_shape)
-        q = self.rope(self.q_norm(q).transpose(0, 2, 1, 3), offset=memory.offset)
-        k = self.rope(self.k_norm(k).transpose(0, 2, 1, 3), offset=memory.offset)
-        out = memory.attend(q, k, v.transpose(0, 2, 1, 3), self.scale)
-        out = out.transpose(0, 2, 1, 3).reshape(x.shape[0], -1)
-        return self.o_proj(out * mx.sigmoid(gate.reshape(out.shape)))
+    def __init__(self, batch: int):
+        self.batch = batch
+
+    def make_mask(self, width, return_array=False, window_size=None):
+        return None
 
 
 class Tail:
@@ -100,18 +52,14 @@ class Tail:
     copy the whole buffer.
     """
 
-    def __init__(self, view: KVView, offset: mx.array, committed: mx.array):
+    def __init__(self, view: Rows, offset: mx.array, committed: mx.array):
         self.batch, self.offset, self.committed = view.batch, offset, committed
         self.keys, self.values = view.prefix(view.attended)
         self.new_keys = self.new_values = None
 
     def attend(self, q, k, v, scale: float) -> mx.array:
         """Attention of one more row: ``q`` ``(B, heads, 1, D)``."""
-        self.offset = self.offset + 1
-        if self.new_keys is not None:
-            k = mx.concatenate([self.new_keys, k], axis=2)
-            v = mx.concatenate([self.new_values, v], axis=2)
-        self.new_keys, self.new_values = k, v
+        k, v = self._add(k, v)
         rows = q.reshape(*k.shape[:2], -1, q.shape[-1]) * scale
         old = mx.where(self.committed, rows @ self.keys.swapaxes(2, 3), -mx.inf)
         scores = mx.concatenate([old, rows @ k.swapaxes(2, 3)], axis=-1)
@@ -119,58 +67,32 @@ class Tail:
         old, new = mx.split(weights, [self.keys.shape[2]], axis=-1)
         return (old @ self.values + new @ v).reshape(q.shape)
 
+    def update_and_fetch(self, keys, values):
+        """One more row, for layers that attend to copies of all slots."""
+        keys, values = self._add(keys, values)
+        return (
+            mx.concatenate([self.keys, keys], axis=2),
+            mx.concatenate([self.values, values], axis=2),
+        )
 
-class MLP(nn.Module):
-    def __init__(self, width: int, inner: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+    def make_mask(self, width, return_array=False, window_size=None):
+        """What the next row sees, ``(B, 1, 1, S)``."""
+        rows = 0 if self.new_keys is None else self.new_keys.shape[2]
+        slots, mask = mx.arange(self.committed.shape[-1]), self.committed
+        offset = mx.reshape(self.offset, (-1, 1, 1, 1))
+        if window_size is not None:
+            mask = mask & (offset < slots + window_size)
+        near = mx.arange(rows, -1, -1) < (window_size or rows + 1)
+        near = mx.broadcast_to(near, (*mask.shape[:-1], rows + 1))
+        return mx.concatenate([mask, near], axis=-1)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Layer(nn.Module):
-    def __init__(self, config: HeadConfig):
-        super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(config)
-        self.mlp = MLP(width, config.intermediate_size)
-        self.input_layernorm = nn.RMSNorm(width, eps=eps)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
-
-    def __call__(self, x: mx.array, memory: KVView | Tail) -> mx.array:
-        x = x + self.self_attn(self.input_layernorm(x), memory)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class MTPHead(nn.Module):
-    """The head's weights, named as in the checkpoint under ``mtp.``."""
-
-    def __init__(self, config: HeadConfig):
-        super().__init__()
-        self.config = config
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.pre_fc_norm_embedding = nn.RMSNorm(width, eps=eps)
-        self.pre_fc_norm_hidden = nn.RMSNorm(width, eps=eps)
-        self.fc = nn.Linear(2 * width, width, bias=False)
-        self.layers = [Layer(config) for _ in range(config.mtp_num_hidden_layers)]
-        self.norm = nn.RMSNorm(width, eps=eps)
-        if config.mtp_use_dedicated_embeddings:
-            self.embed_tokens = nn.Embedding(config.vocab_size, width)
-
-    def __call__(self, embedded, hidden, memories: list[KVView] | list[Tail]):
-        """Runs T rows of every sequence; the arguments and the result ``(B * T, H)``.
-
-        ``memories`` has one entry a layer, and gets the keys and values of the rows.
-        """
-        embedded = self.pre_fc_norm_embedding(embedded)
-        hidden = self.pre_fc_norm_hidden(hidden)
-        x = self.fc(mx.concatenate([embedded, hidden], axis=-1))
-        for layer, memory in zip(self.layers, memories, strict=True):
-            x = layer(x, memory)
-        return self.norm(x)
+    def _add(self, k, v):
+        self.offset = self.offset + 1
+        if self.new_keys is not None:
+            k = mx.concatenate([self.new_keys, k], axis=2)
+            v = mx.concatenate([self.new_values, v], axis=2)
+        self.new_keys, self.new_values = k, v
+        return k, v
 
 
 class MTPHeadDrafter:
@@ -192,6 +114,8 @@ class MTPHeadDrafter:
 
     def __init__(self, head: MTPHead, target):
         self.head, self.target = head, target
+        self._chain = head.chain
+        self._shapes = [module.kv_shapes() for module in self._chain]
 
     def check(self, target):
         config = self.head.config
@@ -203,48 +127,71 @@ class MTPHeadDrafter:
                 raise DrafterMismatch(
                     f"The MTP head has {what} {ours} but the target has {theirs}."
                 )
+        spec = getattr(target, "head_spec", None)
+        if spec is not None and spec.family != self.head.spec.family:
+            raise DrafterMismatch(
+                f"The MTP head is one of {self.head.spec.family} but the target is a "
+                f"model of {spec.family}."
+            )
 
     def begin(self, prompt, capacity):
-        config = self.head.config
-        batch, dtype = prompt.shape[0], self.head.norm.weight.dtype
-        shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
-        buffers = [
-            (mx.zeros(shape, dtype), mx.zeros(shape, dtype)) for _ in self.head.layers
-        ]
-        return buffers, mx.zeros((batch,), mx.int32)
+        batch, dtype = prompt.shape[0], self.head.dtype
+        buffers = []
+        for shape in (shape for shapes in self._shapes for shape in shapes):
+            sizes = (shape[:2], shape[2:]) if shape else ()
+            buffers.append(
+                tuple(mx.zeros((batch, n, capacity, d), dtype) for n, d in sizes)
+            )
+        carried = (batch, 1, self.head.config.hidden_size)
+        carry = [mx.zeros(carried, dtype) for _ in self._chain[1:]]
+        return buffers, mx.zeros((batch,), mx.int32), *carry
 
     def weights(self):
         return self.head.parameters()
 
     def forwards(self, depth):
-        return depth
+        chained = sum(len(self._at(step, depth)) for step in range(1, depth))
+        return len(self._chain) + chained
 
     def prefill(self, state, following, hidden, attended):
-        _, offset = state
+        _, offset, *carry = state
         views = self._views(state, attended)
-        self._commit(following, hidden, views)
-        return self._collect(views), offset + following.shape[1]
+        outs = self._commit(following, hidden, views, carry)
+        carry = [out[:, -1:] for out in outs[:-1]]
+        return self._collect(views), offset + following.shape[1], *carry
 
     def grow(self, state, capacity):
-        buffers, offset = state
-        pad = [(0, 0), (0, 0), (0, max(capacity - buffers[0][0].shape[2], 0)), (0, 0)]
-        return [tuple(mx.pad(x, pad) for x in pair) for pair in buffers], offset
+        buffers, *rest = state
+
+        def grown(x):
+            spare = max(capacity - x.shape[2], 0)
+            return mx.pad(x, [(0, 0), (0, 0), (0, spare), (0, 0)])
+
+        return [tuple(grown(x) for x in pair) for pair in buffers], *rest
 
     def propose(self, state, context: DraftContext):
-        _, offset = state
+        _, offset, *carry = state
         views = self._views(state, context.attended)
-        out = self._commit(context.tokens, context.hidden, views)
+        outs = self._commit(context.tokens, context.hidden, views, carry)
         newest = mx.maximum(context.count - 1, 0)[:, None, None]
-        out = mx.take_along_axis(out, newest, axis=1)[:, 0]
-        offset = offset + context.count
-        committed = mx.arange(context.attended) < offset[:, None, None, None]
-        tails = [Tail(view, offset, committed) for view in views]
+        rows = [mx.take_along_axis(out, newest, axis=1) for out in outs]
+        state = (self._collect(views), offset + context.count, *rows[:-1])
+        return self._draw(context, views, [row[:, 0] for row in rows], state)
 
+    def _draw(self, context, views, rows, state):
+        """The drafts behind ``rows``, the newest output ``(B, H)`` of each head."""
+        tails, last = self._tails(views, state[1], context.attended), len(rows) - 1
         tokens, logits, stats = [], [], []
         for i in range(context.depth):
             if i:
-                out = self.head(self._embed(tokens[-1]), out, tails)
-            row = self.target.logits(out)
+                before, rows = rows, list(rows)
+                for j in self._at(i, context.depth):
+                    module = self._chain[j]
+                    row = before[j - 1] if i <= last else before[j]
+                    embedded = module.embed(tokens[-1], self.target)
+                    rows[j] = module(embedded, row, tails[j])
+            module = self._chain[min(i, last)]
+            row = module.logits(rows[min(i, last)], self.target)
             token, stat = context.draw(row, i)
             tokens.append(token)
             logits.append(row)
@@ -254,23 +201,55 @@ class MTPHeadDrafter:
             drafts = drafts._replace(
                 logits=mx.stack(logits, axis=1), stats=mx.stack(stats, axis=1)
             )
-        return drafts, (self._collect(views), offset)
+        return drafts, state
 
-    def _commit(self, tokens, hidden, views):
-        """Rows ``(B, T)`` with the target's hidden rows, and their outputs."""
-        tokens = mx.maximum(tokens, 0)  # unused slots hold -1
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        out = self.head(self._embed(tokens.reshape(-1)), rows, views)
-        return out.reshape(hidden.shape)
+    def _at(self, step: int, depth: int) -> range:
+        """The heads that run at a chained step: those whose output is read later."""
+        heads = len(self._chain)
+        return range(min(step, heads - 1), max(min(heads, depth), 1))
 
-    def _embed(self, tokens):
-        if "embed_tokens" in self.head:
-            return self.head.embed_tokens(tokens)
-        return self.target.embed(tokens)
+    def _commit(self, tokens, hidden, views, carry):
+        """Rows ``(B, T)`` with the target's hidden rows; the outputs of each head."""
+        tokens, outs = mx.maximum(tokens, 0), []  # unused slots hold -1
+        for j, (module, memories) in enumerate(zip(self._chain, views, strict=True)):
+            if j:
+                hidden = mx.concatenate([carry[j - 1], outs[-1][:, :-1]], axis=1)
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            embedded = module.embed(tokens.reshape(-1), self.target)
+            outs.append(module(embedded, rows, memories).reshape(hidden.shape))
+        return outs
 
     def _views(self, state, attended):
-        buffers, offset = state
-        return [KVView(k, v, offset, attended) for k, v in buffers]
+        """One memory a layer, in a list for each head."""
+        buffers, offset, *_ = state
+        buffers, batch, views = iter(buffers), offset.shape[0], []
+        for j, shapes in enumerate(self._shapes):
+            memories = []
+            for shape, pair in zip(shapes, buffers, strict=False):
+                rows = Rows(*pair, offset, attended, j) if shape else NoRows(batch)
+                memories.append(rows)
+            views.append(memories)
+        return views
+
+    def _tails(self, views, offset, attended):
+        slots = mx.arange(attended)
+        return [
+            [
+                view
+                if isinstance(view, NoRows)
+                else Tail(
+                    view,
+                    offset,
+                    (slots >= view.start) & (slots < offset[:, None, None, None]),
+                )
+                for view in memories
+            ]
+            for memories in views
+        ]
 
     def _collect(self, views):
-        return [(view.keys, view.values) for view in views]
+        return [
+            (view.keys, view.values) if isinstance(view, Rows) else ()
+            for memories in views
+            for view in memories
+        ]

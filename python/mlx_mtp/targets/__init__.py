@@ -1,24 +1,104 @@
-"""Targets: one adapter a model family, chosen by ``model_type``.
+"""Targets: one adapter a model family, chosen by model type and config.
 
 Families are imported at first use: only they need ``mlx_lm``, the protocol does not.
 """
 
-from importlib import import_module
+from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from ..heads import Entry, HeadSpec, Registry, UnsupportedHead
+from ..heads.families import HEADS
 from .base import Target, TargetOutput
 
-_HOME = {"GenericTarget": ".generic", "Qwen35Target": ".qwen3_5"}
-_FAMILIES = {"qwen3_5": "Qwen35Target", "qwen3_5_moe": "Qwen35Target"}
+_HOME = {
+    "FamilyTarget": ".family",
+    "GenericTarget": ".generic",
+    "Qwen35Target": ".qwen3_5",
+}
+
+TARGETS: Registry[Callable[[Any], Target]] = Registry("target")
+for _type in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
+    TARGETS.register(
+        Entry(_type, lambda model: __getattr__("Qwen35Target")(model), "Qwen35Target")
+    )
+
+
+def register_family(
+    model_type: str,
+    *,
+    target: Callable[[Any], Target] | None = None,
+    head: HeadSpec | None = None,
+    when: Callable[[dict[str, Any]], bool] | None = None,
+    kind: str = "text",
+    name: str | None = None,
+) -> None:
+    """Adds a model family, or a more specific form of one.
+
+    Args:
+        model_type (str): As in ``config.json``.
+        target (callable, optional): ``target(model)`` gives its ``Target``. Without
+            one, a family with a head gets a ``FamilyTarget``.
+        head (HeadSpec, optional): How its MTP head is built and stored.
+        when (callable, optional): ``when(config) -> bool``, of the text part of the
+            config. An entry whose predicate holds goes before one without.
+        kind (str): ``"text"`` for models of ``mlx_lm``, ``"vision"`` for those of
+            ``mlx_vlm``.
+        name (str, optional): For messages. Default ``model_type``.
+
+    Raises:
+        ValueError: There is an entry already and ``when`` is missing.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from mlx_mtp.heads.families import GLM
+        >>> register_family("my_glm", head=replace(GLM, family="My GLM"))
+    """
+    for registry, value in ((TARGETS, target), (HEADS, head)):
+        if value is not None:
+            registry.register(Entry(model_type, value, name or model_type, when, kind))
 
 
 def as_target(model) -> Target:
-    """The target adapter of an ``mlx_lm`` model."""
-    return __getattr__(_FAMILIES.get(model.model_type, "GenericTarget"))(model)
+    """The target adapter of an ``mlx_lm`` model.
+
+    Raises:
+        AmbiguousFamily: Two registered families fit it equally well.
+        UnsupportedHead: A model of ``mlx_vlm`` that nobody has registered.
+    """
+    config, kind = _config(model), _kind(model)
+    make = TARGETS.find(config, kind)
+    if make is not None:
+        return make(model)
+    spec = HEADS.find(config, kind)
+    if spec is not None:
+        return __getattr__("FamilyTarget")(model, spec)
+    if kind == "vision":
+        raise UnsupportedHead(
+            f"The mlx_vlm model type {config['model_type']} has no target. Register "
+            'one with register_family(..., kind="vision").'
+        )
+    return __getattr__("GenericTarget")(model)
 
 
 def takes_heads(model) -> bool:
     """Whether the target adapter gives the hidden rows that an MTP head reads."""
-    return getattr(model, "model_type", None) in _FAMILIES
+    return HEADS.find(_config(model), _kind(model)) is not None
+
+
+def _config(model) -> dict[str, Any]:
+    """The text part of a model's config, with the model type it was loaded by."""
+    args = getattr(model, "args", None) or getattr(model, "config", None) or {}
+    args = args if isinstance(args, dict) else vars(args)
+    text = args.get("text_config") or args
+    text = text if isinstance(text, dict) else vars(text)
+    return {**text, "model_type": getattr(model, "model_type", None)}
+
+
+def _kind(model) -> str:
+    return "vision" if type(model).__module__.startswith("mlx_vlm") else "text"
 
 
 def __getattr__(name):
@@ -28,10 +108,12 @@ def __getattr__(name):
 
 
 __all__ = [
+    "FamilyTarget",
     "GenericTarget",
     "Qwen35Target",
     "Target",
     "TargetOutput",
     "as_target",
+    "register_family",
     "takes_heads",
 ]

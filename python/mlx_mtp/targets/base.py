@@ -15,7 +15,8 @@ class TargetOutput(NamedTuple):
 
     Args:
         logits (array): ``(B, T, V)``.
-        hidden (array, optional): ``(B, T, H)``, the rows that ``logits`` came from.
+        hidden (array, optional): ``(B, T, H)``, the rows that ``logits`` came from,
+            or those before the final norm where the family's heads read these.
     """
 
     logits: mx.array

@@ -1,4 +1,4 @@
-"""Qwen3.5 and 3.6: full attention and Gated DeltaNet layers."""
+"""Qwen3.5, 3.6 and Qwen3-Next: full attention and Gated DeltaNet layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .base import TargetOutput
 
 
 class Qwen35Target:
-    """A Qwen3.5 text model, dense or MoE.
+    """A Qwen3.5 or Qwen3-Next text model, dense or MoE.
 
     The prompt runs through the model's own forward. A round walks the layers here,
     so that the inputs of every recurrence are at hand for the rollback and nothing
@@ -20,7 +20,7 @@ class Qwen35Target:
     """
 
     def __init__(self, model):
-        text = model.language_model
+        text = getattr(model, "language_model", model)
         self.model, self.text, self.trunk = model, text, text.model
         self.vocab_size = text.args.vocab_size
         self.hidden_size = text.args.hidden_size
@@ -73,11 +73,10 @@ def _gated_delta_net(net, x: mx.array, view) -> mx.array:
     batch = view.state.shape[0]
     value_shape = (batch, -1, net.num_v_heads, net.head_v_dim)
     key_shape = (batch, -1, net.num_k_heads, net.head_k_dim)
-    z = net.in_proj_z(x).reshape(value_shape)
     per_head = (batch, -1, net.num_v_heads)
-    beta = mx.sigmoid(net.in_proj_b(x)).reshape(per_head)
-    g = compute_g(net.A_log, net.in_proj_a(x), net.dt_bias).reshape(per_head)
-    qkv = net.in_proj_qkv(x).reshape(batch, -1, net.conv_dim)
+    qkv, z, b, a = _projections(net, x, batch)
+    z, beta = z.reshape(value_shape), mx.sigmoid(b).reshape(per_head)
+    g = compute_g(net.A_log, a, net.dt_bias).reshape(per_head)
     conv_input = mx.concatenate([view.window, qkv], axis=1)
     q, k, v = mx.split(
         nn.silu(net.conv1d(conv_input)), [net.key_dim, 2 * net.key_dim], axis=-1
@@ -93,3 +92,16 @@ def _gated_delta_net(net, x: mx.array, view) -> mx.array:
     _, y = gated_delta_replay(view.state, k, v, g, beta, steps, q=q)
     view.inputs = (conv_input, k, v, g, beta)
     return net.out_proj(net.norm(y, z).reshape(x.shape[0], -1))
+
+
+def _projections(net, x: mx.array, batch: int):
+    """Rows ``(B * T, H)`` as the input of the convolution ``(B, T, C)``, z, b and a."""
+    if "in_proj_qkv" in net:
+        qkv = net.in_proj_qkv(x).reshape(batch, -1, net.conv_dim)
+        return qkv, net.in_proj_z(x), net.in_proj_b(x), net.in_proj_a(x)
+    qkvz, ba = (y(x) for y in (net.in_proj_qkvz, net.in_proj_ba))
+    q, k, v, z, b, a = net.fix_query_key_value_ordering(
+        *(y.reshape(batch, -1, y.shape[-1]) for y in (qkvz, ba))
+    )
+    parts = [y.reshape(*y.shape[:2], -1) for y in (q, k, v)]
+    return mx.concatenate(parts, axis=-1), z, b, a
