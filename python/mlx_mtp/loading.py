@@ -11,6 +11,7 @@ import json
 import re
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import mlx.nn as nn
 from huggingface_hub.errors import HfHubHTTPError
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm import utils as lm_utils
+from mlx_lm.models.base import create_causal_mask
 
 from .drafters import DrafterMismatch, DraftModelDrafter, MTPHead
 from .heads import HeadSpec, UnsupportedHead
@@ -135,7 +137,9 @@ def load(
     folder = find_model(path_or_hf_repo, revision)
     _refuse_code(folder, trust_remote_code)
     trunk = _read_trunk(folder)
-    model, config = _load_trunk(folder, model_config, adapter_path, trust_remote_code)
+    model, config = _load_trunk(
+        folder, trunk, model_config, adapter_path, trust_remote_code
+    )
     if dtype is None and mx.default_device() == mx.cpu:
         dtype = mx.float32
     if dtype is not None:
@@ -372,7 +376,7 @@ def _read_trunk(folder: Path) -> list[_Shard]:
     return [_read_shard(path) for path in sorted(folder.glob("model*.safetensors"))]
 
 
-def _load_trunk(folder, model_config, adapter_path, trust_remote_code):
+def _load_trunk(folder, trunk, model_config, adapter_path, trust_remote_code):
     config = _read_json(folder / "config.json") | (model_config or {})
     if "model_type" not in config:
         raise ValueError(f"[load] {folder / 'config.json'} has no model_type.")
@@ -381,6 +385,7 @@ def _load_trunk(folder, model_config, adapter_path, trust_remote_code):
             folder,
             lazy=True,
             model_config=model_config,
+            get_model_classes=partial(_classes, _appended(trunk, config)),
             trust_remote_code=trust_remote_code,
         )
     except (KeyError, TypeError) as error:
@@ -388,10 +393,43 @@ def _load_trunk(folder, model_config, adapter_path, trust_remote_code):
             f"[load] {folder / 'config.json'} is not a complete config of model type "
             f"{config['model_type']}: {error}."
         ) from error
+    if isinstance(model, _Headless):
+        model.__class__ = type(model).__mro__[2]
     if adapter_path is not None:
         model = lm_utils.load_adapters(model, adapter_path)
         model.eval()
     return model, config
+
+
+class _Headless:
+    """A model class while its weights are read, see ``_classes``."""
+
+
+def _appended(trunk: list[_Shard], config) -> set[str]:
+    """The tensors of a head that is stored as one more layer of the trunk."""
+    try:
+        spec = find_spec(config)
+    except UnsupportedHead:
+        return set()
+    names = [name for shard in trunk for name in shard.tensors]
+    return {n for n in select(names, spec, config) if n.startswith("model.layers.")}
+
+
+def _classes(head: set[str], config):
+    """``mlx_lm``'s classes of a model, whose weights do not have the head's.
+
+    Some of its models know the number of the head's layer for one size only.
+    """
+    model_class, arguments = lm_utils._get_classes(config)
+    if not head:
+        return model_class, arguments
+
+    def sanitize(self, weights):
+        kept = {name: x for name, x in weights.items() if name not in head}
+        return model_class.sanitize(self, kept)
+
+    made = type("Headless", (_Headless, model_class), {"sanitize": sanitize})
+    return made, arguments
 
 
 def _load_tokenizer(folder, tokenizer_config, config):
@@ -666,6 +704,12 @@ class _FirstForward:
     """The memory of a forward that has nothing before it and nothing after it."""
 
     batch, offset = 1, 0
+
+    def make_mask(self, width, return_array=False, window_size=None):
+        return create_causal_mask(width, window_size=window_size)
+
+    def update_and_fetch(self, keys, values):
+        return keys, values
 
     def attend(self, q, k, v, scale: float) -> mx.array:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")

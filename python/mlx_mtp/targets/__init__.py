@@ -20,10 +20,14 @@ _HOME = {
 }
 
 TARGETS: Registry[Callable[[Any], Target]] = Registry("target")
+
+
+def _qwen(model) -> Target:
+    return __getattr__("Qwen35Target")(model, HEADS.find(_config(model)))
+
+
 for _type in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
-    TARGETS.register(
-        Entry(_type, lambda model: __getattr__("Qwen35Target")(model), "Qwen35Target")
-    )
+    TARGETS.register(Entry(_type, _qwen, "Qwen35Target"))
 
 
 def register_family(

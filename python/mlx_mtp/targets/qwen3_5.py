@@ -19,7 +19,8 @@ class Qwen35Target:
     in the model is touched.
     """
 
-    def __init__(self, model):
+    def __init__(self, model, head_spec=None):
+        self.head_spec = head_spec
         text = getattr(model, "language_model", model)
         self.model, self.text, self.trunk = model, text, text.model
         self.vocab_size = text.args.vocab_size

@@ -1,0 +1,236 @@
+"""Tiny checkpoints with MTP heads, in the form in which Hugging Face has them."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import head_reference as ref
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3_5, qwen3_next
+
+from mlx_mtp.loading import DEMO
+
+COMMON = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+MLA = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+SIGMOID = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+}
+GATED_DELTA = {
+    "num_hidden_layers": 2,
+    "full_attention_interval": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+SOFTMAX = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+PARTIAL = {"partial_rotary_factor": 0.25, "rope_theta": 10000.0}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """One family.
+
+    Args:
+        config (dict): Its ``config.json``, beside ``COMMON``.
+        reference: The class of ``head_reference``.
+        layers (callable): ``layers(module, args, n)``: ``mlx_lm`` layers with the
+            shapes of the head's, by the beginning of their raw names.
+        norms (str): Names of the head's norms, ``projection`` of its joint.
+    """
+
+    config: dict
+    reference: type
+    layers: object
+    norms: tuple[str, ...]
+    projection: str
+    more: object = None  # further tensors of the head, by name
+    zero_centred: bool = False
+
+
+def appended(layer, final="shared_head.norm", copies=True):
+    """A family whose head is one more layer behind the trunk's two."""
+    start = "model.layers.2."
+    norms = tuple(start + name for name in ("enorm", "hnorm", final))
+    more = {
+        start + "embed_tokens.weight": (96, 64),
+        start + "shared_head.head.weight": (96, 64),
+    }
+    return {
+        "layers": lambda m, args: {start: getattr(m, layer)(args, 2)},
+        "norms": norms,
+        "projection": start + "eh_proj",
+        "more": more if copies else None,
+    }
+
+
+def _qwen_layers(m, args):
+    args.full_attention_interval = 1
+    layer = qwen3_5.DecoderLayer
+    if args.model_type == "qwen3_next":
+        layer = qwen3_next.Qwen3NextDecoderLayer
+    return {"mtp.layers.0.": layer(args, 0)}
+
+
+QWEN = {
+    "reference": ref.Qwen,
+    "layers": _qwen_layers,
+    "norms": ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+    "projection": "mtp.fc",
+    "zero_centred": True,
+}
+MIMO_NAMES = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+
+FAMILIES = {
+    "qwen3_5": Tiny({**GATED_DELTA, "rope_parameters": PARTIAL}, **QWEN),
+    "qwen3_5_moe": Tiny({**GATED_DELTA, **SOFTMAX, "rope_parameters": PARTIAL}, **QWEN),
+    "qwen3_next": Tiny({**GATED_DELTA, **SOFTMAX, **PARTIAL}, **QWEN),
+    "deepseek_v3": Tiny(
+        {**MLA, **SIGMOID, "num_key_value_heads": 4},
+        ref.DeepSeek,
+        **appended("DeepseekV3DecoderLayer"),
+    ),
+    "glm4_moe": Tiny(
+        {
+            **SIGMOID,
+            "attention_bias": True,
+            "rope_scaling": None,
+            "use_qk_norm": True,
+            "partial_rotary_factor": 0.5,
+        },
+        ref.Glm,
+        **appended("DecoderLayer"),
+    ),
+    "glm4_moe_lite": Tiny(
+        {**MLA, **SIGMOID, "num_key_value_heads": 4},
+        ref.DeepSeek,
+        **appended("Glm4MoeLiteDecoderLayer"),
+    ),
+    "mimo": Tiny(
+        {"num_nextn_predict_layers": 1},
+        ref.MiMo,
+        lambda m, args: {"model.mtp_layers.0.": m.TransformerBlock(args)},
+        tuple(f"model.mtp_layers.0.{name}" for name in MIMO_NAMES),
+        "model.mtp_layers.0.input_proj",
+    ),
+}
+
+
+def full_config(family):
+    return {**COMMON, **FAMILIES[family].config, "model_type": family}
+
+
+def tiny_checkpoint(family, folder: Path, seed=0):
+    """Writes a random checkpoint with a head and returns its reference."""
+    tiny, config = FAMILIES[family], full_config(family)
+    module = import_module(f"mlx_lm.models.{family}")
+    arguments = module.ModelArgs
+    if family.startswith("qwen3_5"):
+        arguments = qwen3_5.TextModelArgs
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    tensors = raw(model, config, "")
+    for start, layer in tiny.layers(module, arguments.from_dict(config)).items():
+        tensors |= raw(layer, config, start)
+    shapes = {f"{name}.weight": (64,) for name in tiny.norms}
+    shapes[f"{tiny.projection}.weight"] = (64, 128)
+    tensors |= {name: mx.zeros(s) for name, s in (shapes | (tiny.more or {})).items()}
+    tensors = {name: lively(name, x, tiny) for name, x in tensors.items()}
+    folder.mkdir(exist_ok=True)
+    for file in DEMO.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
+    arrays = {name: np.array(x, np.float64) for name, x in tensors.items()}
+    return SimpleNamespace(
+        reference=tiny.reference(arrays, config), config=config, raw=arrays
+    )
+
+
+def lively(name, x, tiny):
+    """Values that matter: gains near 1, weights that keep the scale of rows."""
+    if "A_log" in name or "dt_bias" in name:
+        return x
+    noise = mx.random.normal(x.shape)
+    if x.ndim == 1 and ("norm" in name or name.endswith(".D")):
+        off = tiny.zero_centred and "linear_attn" not in name
+        return 0.2 * noise + (0 if off else 1)
+    return (0.1 if x.ndim == 1 else 1.2 * x.shape[-1] ** -0.5) * noise
+
+
+def raw(module, config, start):
+    """Parameters of an mlx_lm module under the names and shapes of the original."""
+    flat = dict(tree_flatten(module.parameters()))
+    return {start + n: x for name in flat for n, x in _raw(name, flat, config).items()}
+
+
+def _raw(name, flat, config):
+    x, plain = flat[name], name.removeprefix("language_model.")
+    if ".switch_mlp." in plain or plain.startswith("mlp.switch_mlp."):
+        return _experts(plain, flat, name, config)
+    if "unembed_out" in plain:
+        return {}
+    if "embed_q" in plain:
+        values = flat[name.replace("embed_q", "unembed_out")]
+        both = mx.concatenate([x.swapaxes(-1, -2), values], axis=1)
+        name = plain.replace("embed_q", "kv_b_proj")
+        return {name: both.reshape(-1, both.shape[-1])}
+    if "conv1d.weight" in plain:
+        x = x.moveaxis(1, 2)
+    return {plain: x}
+
+
+def _experts(plain, flat, name, config):
+    x = flat[name]
+    if config["model_type"] != "qwen3_5_moe":
+        begin, end = plain.split("switch_mlp.")
+        return {f"{begin}experts.{e}.{end}": x[e] for e in range(len(x))}
+    begin = plain[: plain.index("switch_mlp.")] + "experts."
+    if "down_proj" in plain:
+        return {begin + "down_proj": x}
+    if "up_proj" in plain:
+        return {}
+    up = flat[name.replace("gate_proj", "up_proj")]
+    return {begin + "gate_up_proj": mx.concatenate([x, up], axis=-2)}
