@@ -199,7 +199,8 @@ def replayed(lengths, cost, pace) -> float:
     at, seconds = 0, 0.0
     while at < len(lengths):
         depth = pace.depth
-        accepted = min(depth, lengths[at])
+        # What is accepted behind the end is no gain.
+        accepted = min(depth, lengths[at], len(lengths) - at - 1)
         seconds += cost[depth]
         at += accepted + 1
         pace.add(accepted, cost[depth])

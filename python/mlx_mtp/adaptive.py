@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 KEPT = 16  # newest measurements of a cost
+FEW = 4  # from as many on they tell a change; a known cost counts as so many
 STALE = 400  # rounds after which a cost may have changed
 FORGET = 0.97  # a round's weight against the next one's
 ANOTHER_TEXT, LONG_AGO = 0.9, 0.3  # what the weight of earlier rounds shrinks to
@@ -37,7 +38,10 @@ class Pace(Protocol):
     max_depth: int
 
     def add(self, accepted: int, seconds: float) -> None:
-        """Takes a round of ``depth`` drafts, or a token of plain decoding."""
+        """Takes a round of ``depth`` drafts, or a token of plain decoding.
+
+        Accepted drafts behind the end of the stream are no gain and do not count.
+        """
 
 
 class FixedDepth:
@@ -54,6 +58,10 @@ class Costs:
     """Seconds of a round by depth: the lower quartile of the newest, as what disturbs a
     round makes it slower; a line through other depths where there is none.
 
+    When a depth becomes slower or faster, the others are taken to do so as well. One
+    that was not used for long is at most what that line says, so that it is tried again
+    should its measurement have been a bad one.
+
     Args:
         known (dict, optional): Seconds by depth, as ``mlx-mtp tune`` measured them.
     """
@@ -62,30 +70,47 @@ class Costs:
         self._seconds: dict[int, deque[float]] = {}
         self._age: dict[int, int] = {}  # of the newest, in rounds of other depths
         for depth, seconds in (known or {}).items():
-            self.add(int(depth), seconds)
+            self._seconds[int(depth)] = deque([seconds] * FEW, KEPT)
+            self._age[int(depth)] = 0
 
     def add(self, depth: int, seconds: float) -> None:
-        self._seconds.setdefault(depth, deque(maxlen=KEPT)).append(seconds)
+        if not self._fresh(depth):
+            self._seconds[depth] = deque(maxlen=KEPT)
+        values = self._seconds[depth]
+        before = self._quartile(depth) if len(values) >= FEW else None
+        values.append(seconds)
         self._age[depth] = 0
-        for other in self._age:
-            self._age[other] += other != depth
+        change = 1.0 if before is None else self._quartile(depth) / before
+        for other in self._seconds.keys() - {depth}:
+            self._age[other] += 1
+            if change != 1.0:
+                scaled = (change * x for x in self._seconds[other])
+                self._seconds[other] = deque(scaled, KEPT)
 
     def __contains__(self, depth: int) -> bool:
         return depth in self._seconds
 
     def __call__(self, depth: int) -> float:
-        if self._age.get(depth, STALE) < STALE:
+        # Plain decoding is off the line, and a probe of it is long.
+        if self._fresh(depth) or (depth == 0 and depth in self):
             return self._quartile(depth)
-        # Through the two measured depths that are nearest, plain decoding last.
-        known = [d for d, age in self._age.items() if age < STALE]
+        line = self._line(depth)
+        return min(line, self._quartile(depth)) if depth in self else line
+
+    def _fresh(self, depth: int) -> bool:
+        return self._age.get(depth, STALE) < STALE
+
+    def _line(self, depth: int) -> float:
+        """Through the two measured depths that are nearest, plain decoding last."""
+        known = sorted(set(self._seconds) - {depth})
         near = sorted(known, key=lambda d: (d == 0, abs(d - depth)))[:2]
+        values = [self._quartile(d) for d in near]
         if not near:
             return 1.0
         if len(near) == 1:
-            return self(near[0]) * (1 + 0.1 * (depth - near[0]) / (1 + near[0]))
-        a, b = near
-        slope = max((self(b) - self(a)) / (b - a), 0.0)
-        return max(self(a) + slope * (depth - a), 1e-9)
+            return values[0] * (1 + 0.1 * (depth - near[0]) / (1 + near[0]))
+        slope = max((values[1] - values[0]) / (near[1] - near[0]), 0.0)
+        return max(values[0] + slope * (depth - near[0]), 1e-9)
 
     def _quartile(self, depth: int) -> float:
         values = sorted(self._seconds[depth])

@@ -85,6 +85,7 @@ class _Block:
     tokens: list[int]
     row: Callable[[int], mx.array]
     given: int = 0
+    seconds: float = 0.0
     kept: int = 0
 
     @property
@@ -254,6 +255,8 @@ class Stream:
                 return pending.logits[:, :1] if flagged else None
             logits = pending.logits
             tokens, last = self._cut(block.tokens)
+            if block.fed and not block.given:
+                self._pace.add(len(tokens) - 1, block.seconds)
             last = (
                 last
                 or self._length >= self._limit
@@ -840,11 +843,9 @@ class Stream:
         if accepted < 0:  # of the model or of the drafter: plain decoding will tell
             raise StepDown("unusable logits")
         self._length += fed + accepted
-        seconds = self._since_read()
+        block.seconds = self._since_read()
         if fed:
             self.telemetry.count_depth(self._round.depth)
-            if not given:
-                self._pace.add(accepted, seconds)
             self.telemetry.count_round(drafted - given, accepted - given)
         return block
 
