@@ -28,12 +28,14 @@ LAYERS = [
     {"generation"},
     {"loops"},
     {"session", "proof", "tuning"},
+    {"benchmark"},
     {"cli", "serve", "forge"},
     {"__main__"},
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
 TAKES_MLX_LM = (
-    LAYERS[-3]
+    LAYERS[-4]
+    | LAYERS[-3]
     | LAYERS[-2]
     | {"heads", "targets", "loading", "processors", "generation", "loops"}
 )

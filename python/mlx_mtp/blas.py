@@ -54,11 +54,32 @@ def blas_name() -> str:
     """``accelerate``, ``reference``, or the file of the BLAS loaded in front of it."""
     if sys.platform == "darwin":
         return "accelerate"
-    try:
-        symbol = ctypes.CDLL(None).cblas_sgemm
-    except AttributeError:
+    if (file := _blas_file()) is None:
         return "reference"
+    return Path(file).name or "unknown"
+
+
+def openblas() -> list[str]:
+    """Path and threads of the OpenBLAS in front of MLX's BLAS; empty if there is none.
+
+    Another process loads the same one with them.
+    """
+    file = None if sys.platform == "darwin" else _blas_file()
+    if not file:
+        return []
+    try:
+        threads = ctypes.CDLL(file).openblas_get_num_threads()
+    except (OSError, AttributeError):
+        return []
+    return [file, str(threads)]
+
+
+def _blas_file() -> str | None:
+    """The file of the BLAS in front; empty if unknown, None if there is none."""
+    process = ctypes.CDLL(None)
+    try:
+        symbol = process.cblas_sgemm
+    except AttributeError:
+        return None
     info, address = _SymbolInfo(), ctypes.cast(symbol, ctypes.c_void_p)
-    if not ctypes.CDLL(None).dladdr(address, ctypes.byref(info)):
-        return "unknown"
-    return Path(info.file.decode()).name
+    return info.file.decode() if process.dladdr(address, ctypes.byref(info)) else ""

@@ -96,10 +96,7 @@ def judge(measurements: Sequence[Measurement]) -> Verdict:
 
 def _arm(depth, runs, plain) -> Arm:
     pairs = [m for m in runs if (m.case, m.turn) in plain]
-    logs = np.log([m.tps / plain[m.case, m.turn] for m in pairs])
-    rng = np.random.default_rng(0)
-    means = rng.choice(logs, (RESAMPLES, logs.size)).mean(axis=1)
-    ratio, low, high = np.exp([logs.mean(), *np.quantile(means, [0.025, 0.975])])
+    ratio, low, high = paired_ratio([(m.tps, plain[m.case, m.turn]) for m in pairs])
     per_round = statistics.mean(m.tokens_per_round for m in runs)
     acceptance = statistics.mean(m.acceptance for m in runs)
     refused = None
@@ -112,11 +109,21 @@ def _arm(depth, runs, plain) -> Arm:
     return Arm(
         depth,
         statistics.median(m.tps for m in runs),
-        *(float(x) for x in (ratio, low, high)),
+        ratio,
+        low,
+        high,
         per_round,
         acceptance,
         refused,
     )
+
+
+def paired_ratio(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """The geometric mean of a / b over pairs, and its 95 % interval by bootstrap."""
+    logs = np.log([a / b for a, b in pairs])
+    means = np.random.default_rng(0).choice(logs, (RESAMPLES, logs.size)).mean(axis=1)
+    ratio, low, high = np.exp([logs.mean(), *np.quantile(means, [0.025, 0.975])])
+    return float(ratio), float(low), float(high)
 
 
 def _drift(measurements) -> list[str]:

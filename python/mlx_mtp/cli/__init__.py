@@ -27,14 +27,14 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str] | None) -> int:
     # Before anything imports MLX.
     blas.load_openblas()
-    from . import chat, doctor, generate, info, tune, verify
+    from . import bench, chat, doctor, generate, info, tune, verify
 
     parser = argparse.ArgumentParser(
         prog="mlx-mtp",
         description="Exact multi-token-prediction speculative decoding for MLX.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (generate, chat, info, doctor, verify, tune):
+    for module in (generate, chat, info, doctor, verify, tune, bench):
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(
             name,

@@ -20,8 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    report = {"versions": _versions(), "machine": _machine()}
-    report["model"] = inspect_model(args.model)
+    report = {**environment(), "model": inspect_model(args.model)}
     if args.json:
         print(json.dumps(report))
         return 0
@@ -32,6 +31,11 @@ def run(args: argparse.Namespace) -> int:
     if report["machine"]["blas"] == "reference":
         print(blas.HINT)
     return 0
+
+
+def environment() -> dict[str, dict]:
+    """Versions and machine."""
+    return {"versions": _versions(), "machine": _machine()}
 
 
 def _versions() -> dict[str, str]:

@@ -15,12 +15,22 @@ from .checks import (
     control,
     enumerated,
     greedy,
+    same_tokens,
     sampled,
     widths,
 )
 
 CHECKS = (greedy, widths, sampled, enumerated, acceptance, control)
-__all__ = ["ALPHA", "CHECKS", "Report", "Result", "Size", "Subject", "verify"]
+__all__ = [
+    "ALPHA",
+    "CHECKS",
+    "Report",
+    "Result",
+    "Size",
+    "Subject",
+    "same_tokens",
+    "verify",
+]
 
 
 @dataclass(frozen=True)

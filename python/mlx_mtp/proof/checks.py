@@ -99,32 +99,37 @@ def greedy(subject: Subject, size: Size, track: Track) -> list[Result]:
         {1, subject.depth, min(subject.depth + 2, subject.drafter.max_depth)}
     )
     decoders = [SpeculativeDecoder(subject.target, subject.drafter, d) for d in depths]
-    wrong, ties, equal = [], [], 0
-    for prompt in track(subject.prompts, "greedy tokens"):
-        steps = generate_step(
-            mx.array(prompt), subject.target.model, max_tokens=size.tokens
-        )
+    return [same_tokens(decoders, subject.prompts, size.tokens, track)]
+
+
+def same_tokens(
+    decoders: Sequence[SpeculativeDecoder], prompts, tokens: int, track: Track
+) -> Result:
+    """Greedy tokens of decoders of one target against ``mlx_lm``'s."""
+    target, wrong, ties, equal = decoders[0].target, [], [], 0
+    for prompt in track(prompts, "greedy tokens"):
+        steps = generate_step(mx.array(prompt), target.model, max_tokens=tokens)
         expected = [int(token) for token, _ in steps]
         for decoder in decoders:
-            steps = decoder.stream(prompt, max_tokens=size.tokens)
-            found = _difference(
-                subject.target, prompt, expected, [step.token for step in steps]
-            )
+            steps = decoder.stream(prompt, max_tokens=tokens)
+            got = [step.token for step in steps]
+            found = _difference(target, prompt, expected, got)
             if found is None:
                 equal += 1
                 continue
             (ties if found["near_tie"] else wrong).append(
                 {"depth": decoder.depth, **found}
             )
-    total = len(subject.prompts) * len(depths)
-    line = f"{equal} of {total} outputs of {size.tokens} tokens equal mlx_lm's"
+    total = len(prompts) * len(decoders)
+    line = f"{equal} of {total} outputs of {tokens} tokens equal mlx_lm's"
     if ties:
         gap = max(tie["gap"] for tie in ties)
         line += f", {len(ties)} part at a near-tie (logits at most {gap:.1e} apart)"
     if wrong:
         line += f", {len(wrong)} differ, first {wrong[0]}"
+    depths = [decoder.depth for decoder in decoders]
     details = {"depths": depths, "near_ties": ties, "wrong": wrong}
-    return [Result("greedy tokens", not wrong, line, details=details)]
+    return Result("greedy tokens", not wrong, line, details=details)
 
 
 def _difference(target, prompt, expected, got) -> dict | None:

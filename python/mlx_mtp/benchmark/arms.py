@@ -1,0 +1,100 @@
+"""What is compared: functions that decode one prompt and measure it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import perf_counter
+
+import mlx.core as mx
+import mlx_lm
+from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
+
+from ..generation import make_sampler, stream_generate
+from ..telemetry import Telemetry
+
+
+@dataclass
+class Run:
+    """One decoded stream.
+
+    Args:
+        tokens (int): How many, the end token included.
+        seconds (float): From the first token to the last.
+        first (float): Seconds to the first token, the prompt's forward in them.
+        peak_bytes (int): The largest that MLX held, weights included.
+        mtp (Telemetry, optional): What speculation did, where it is known.
+        joules (float, optional): Of the whole processor.
+    """
+
+    tokens: int
+    seconds: float
+    first: float
+    peak_bytes: int
+    mtp: Telemetry | None = None
+    joules: float | None = None
+
+    @property
+    def tps(self) -> float:
+        """Tokens a second behind the first one."""
+        return (self.tokens - 1) / self.seconds
+
+
+# arm(prompt, temperature, max_tokens, seed)
+Arm = Callable[[list[int], float, int, int], Run]
+
+
+def plain(model, tokenizer, draft_model=None, depth: int | None = None) -> Arm:
+    """``mlx_lm``'s own loop, with its own speculation if there is a draft model."""
+    more = {} if draft_model is None else {"num_draft_tokens": depth}
+
+    def arm(prompt, temperature, max_tokens, seed):
+        mx.random.seed(seed)
+        sampler = mlx_lm_sampler(temperature)
+        return _timed(
+            mlx_lm.stream_generate(
+                model,
+                tokenizer,
+                prompt,
+                max_tokens,
+                sampler=sampler,
+                draft_model=draft_model,
+                **more,
+            )
+        )
+
+    return arm
+
+
+def ours(model, tokenizer, decoder) -> Arm:
+    """A ``SpeculativeDecoder``."""
+
+    def arm(prompt, temperature, max_tokens, seed):
+        return _timed(
+            stream_generate(
+                model,
+                tokenizer,
+                prompt,
+                max_tokens,
+                mtp=decoder,
+                sampler=make_sampler(temperature),
+                seed=seed,
+            )
+        )
+
+    return arm
+
+
+def _timed(responses: Iterable) -> Run:
+    mx.reset_peak_memory()
+    begin, times, mtp = perf_counter(), [], None
+    for response in responses:
+        times.append(perf_counter())
+        mtp = getattr(response, "mtp", None)
+    return Run(
+        len(times),
+        times[-1] - times[0],
+        times[0] - begin,
+        mx.get_peak_memory(),
+        mtp,
+    )
