@@ -22,13 +22,21 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm import utils as lm_utils
 from mlx_lm.models.base import create_causal_mask
 
-from .drafters import DrafterMismatch, DraftModelDrafter, MTPHead
+from .drafters import (
+    AssistantConfig,
+    DrafterMismatch,
+    DraftModelDrafter,
+    Gemma4Assistant,
+    Gemma4AssistantDrafter,
+    MTPHead,
+)
 from .heads import HeadSpec, UnsupportedHead
 from .heads.checkpoint import build_head, convert, find_spec, select
 from .targets import as_target
 
 DEMO = Path(__file__).parent / "demo"
 SIDECARS = ("mtp*.safetensors", "mtp/weights.safetensors")
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.*")
 HEAD_LIKE = re.compile(r"(?:^|[._])mtp[._]")
 GAIN = re.compile(r"norm[^.]*\.weight$")
@@ -162,28 +170,78 @@ def load(
 
 def load_drafter(
     path_or_hf_repo: str | Path, model, tokenizer, **options
-) -> DraftModelDrafter:
-    """Loads a smaller model that drafts for ``model``, for the ``mtp`` argument.
+) -> DraftModelDrafter | Gemma4AssistantDrafter:
+    """Loads what drafts for ``model`` from a folder of its own, for ``mtp``.
+
+    That is a Gemma 4 assistant, which its config tells, or else a smaller model.
 
     Args:
         path_or_hf_repo: Its folder or Hugging Face Hub id.
         model: The model to draft for, from ``load``.
         tokenizer: The tokenizer of that model.
-        options: As in ``load``.
+        options: As in ``load``; for an assistant ``revision``, ``lazy`` and ``dtype``.
 
     Raises:
-        DrafterMismatch: The tokenizers do not mean the same tokens by the same ids.
+        DrafterMismatch: The tokenizers do not mean the same tokens by the same ids, or
+            the assistant is for another model.
         FileNotFoundError, ValueError: As in ``load``.
+
+    Example:
+        >>> drafter = load_drafter("gemma-4-E2B-it-assistant", model, tokenizer)
+        >>> stream_generate(model, tokenizer, prompt, mtp=drafter)
     """
-    draft, theirs = load(path_or_hf_repo, mtp=False, **options)
-    ours, theirs = tokenizer.get_vocab(), theirs.get_vocab()
-    if difference := _first_difference(ours, theirs):
-        raise DrafterMismatch(
-            f"[load] The tokenizer of {path_or_hf_repo} is another one: they differ "
-            f"{difference}."
-        )
+    folder = find_model(path_or_hf_repo, options.pop("revision", None), tokenizer=False)
+    config = _read_json(folder / "config.json")
+    if config.get("model_type") in ASSISTANTS:
+        if (folder / "tokenizer.json").exists():
+            theirs = _vocabulary(_read_json(folder / "tokenizer.json"))
+            _check_same_tokens(tokenizer.get_vocab(), theirs, folder)
+        return _load_assistant(folder, config, as_target(model), **options)
+    draft, theirs = load(folder, mtp=False, **options)
+    ours = tokenizer.get_vocab()
+    _check_same_tokens(ours, theirs.get_vocab(), folder)
     size = max(ours.values()) + 1
     return DraftModelDrafter(as_target(draft), as_target(model), size)
+
+
+def _check_same_tokens(ours, theirs, folder: Path) -> None:
+    if difference := _first_difference(ours, theirs):
+        raise DrafterMismatch(
+            f"[load] The tokenizer of {folder} is another one: they differ "
+            f"{difference}."
+        )
+
+
+def _load_assistant(
+    folder: Path, config, target, lazy: bool = False, dtype: mx.Dtype | None = None
+) -> Gemma4AssistantDrafter:
+    """The assistant in a folder, raw or converted, for a target that it fits."""
+    assistant = Gemma4Assistant(AssistantConfig.from_dict(config))
+    drafter = Gemma4AssistantDrafter(assistant, target)
+    drafter.check(target)
+    tensors = {name: x for s in _read_trunk(folder) for name, x in s.tensors.items()}
+    if assistant.config.tie_word_embeddings:
+        tensors = {k: x for k, x in tensors.items() if not k.startswith("lm_head.")}
+    ordering = "masked_embedding.token_ordering"
+    if ordering in tensors:
+        tensors[ordering] = tensors[ordering].astype(mx.int32)
+
+    def quantisation(path, module):
+        if f"{path}.scales" not in tensors:
+            return False
+        return lm_utils.infer_quant_config(path, module, tensors)
+
+    try:
+        nn.quantize(assistant, class_predicate=quantisation)
+        assistant.load_weights(list(tensors.items()))
+    except ValueError as error:
+        raise ValueError(
+            f"[load] The Gemma 4 assistant in {folder} does not fit its config: {error}"
+        ) from error
+    assistant.set_dtype(dtype or _head_dtype(tensors, target))
+    if not lazy:
+        _check_values(assistant, str(folder), "Gemma 4 assistant", "")
+    return drafter
 
 
 def load_head(
@@ -288,8 +346,12 @@ def inspect_model(
     }
 
 
-def find_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
+def find_model(
+    path_or_hf_repo: str | Path, revision: str | None = None, tokenizer: bool = True
+) -> Path:
     """The local folder of a model, fetched from the Hub if need be.
+
+    ``tokenizer`` says that it must have one.
 
     Raises:
         FileNotFoundError: There is no such model, or files are missing.
@@ -303,7 +365,8 @@ def find_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path
         raise FileNotFoundError(
             f"[load] {folder} is a file. Give the folder of the model."
         )
-    for patterns in (("config.json",), ("model*.safetensors",), TOKENIZERS):
+    needed = (("config.json",), ("model*.safetensors",), TOKENIZERS)
+    for patterns in needed if tokenizer else needed[:2]:
         if not any(any(folder.glob(pattern)) for pattern in patterns):
             raise FileNotFoundError(
                 f"[load] {folder} has no {' or '.join(patterns)}. A model folder holds "
@@ -464,7 +527,7 @@ def _load_attached(model, folder, trunk, config, mtp, dtype, lazy):
             raise ValueError(f"[load] {path} has no MTP head.")
         return None
     try:
-        dtype = dtype or _head_dtype(found, as_target(model))
+        dtype = dtype or _head_dtype(found.tensors, as_target(model))
         return LoadedHead(_build(found, config, dtype, lazy), found.source)
     except RuntimeError as error:  # no memory, or a file that cannot be read
         _leave_out(f"{found.source} could not be read ({error})")
@@ -581,11 +644,9 @@ def _zero_centred(shards: list[_Shard], trunk: list[_Shard], is_sidecar: bool) -
     )
 
 
-def _head_dtype(found: _Found, target) -> mx.Dtype:
-    """The trunk's dtype if it has the range for the head's values, else float32."""
-    ours = {
-        x.dtype for x in found.tensors.values() if mx.issubdtype(x.dtype, mx.floating)
-    }
+def _head_dtype(tensors: dict[str, mx.array], target) -> mx.Dtype:
+    """The trunk's dtype if it has the range for the tensors' values, else float32."""
+    ours = {x.dtype for x in tensors.values() if mx.issubdtype(x.dtype, mx.floating)}
     theirs = target.embed(mx.array([[0]])).dtype
     return mx.float32 if theirs == mx.float16 and ours - {theirs} else theirs
 
@@ -646,7 +707,12 @@ def _check_fit(head: MTPHead, tensors: dict[str, mx.array], source: str) -> None
         )
 
 
-def _check_values(head: MTPHead, source: str) -> None:
+def _check_values(
+    head: nn.Module,
+    source: str,
+    what: str = "MTP head",
+    advice: str = " Pass mtp=False to do without it.",
+) -> None:
     """Reads the tensors. A head of zeros or NaN would only show as never accepted."""
     flat = dict(tree_flatten(head.parameters()))
     finite = {name: mx.isfinite(x).all() for name, x in flat.items()}
@@ -660,8 +726,7 @@ def _check_values(head: MTPHead, source: str) -> None:
     faults += [f"{name} is all zeros" for name, ok in filled.items() if not ok]
     if faults:
         raise ValueError(
-            f"[load] The MTP head in {source} is damaged: {'; '.join(faults)}. "
-            "Pass mtp=False to do without it."
+            f"[load] The {what} in {source} is damaged: {'; '.join(faults)}.{advice}"
         )
 
 

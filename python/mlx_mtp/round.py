@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .drafters import DraftContext, Drafts
+from .drafters import DraftContext, Drafts, pick, spread
 from .ops import sample, verify_coupled, verify_draft
 from .sampling import FilterOrder, split_keys, uniforms
 from .state import Adapter, Leaves, Position
@@ -190,39 +190,14 @@ class Round:
             keys, now = split_keys(keys)
             # Draft draws, coins and the final draw are disjoint columns.
             draws = uniforms(now, 3 * self.depth + 2)
-        position = state["offset"] + 1  # behind the newest token
-
-        def draw(logits, i):
-            if self.greedy:
-                return mx.argmax(logits, axis=-1).astype(mx.int32), None
-            if self.coupled:
-                tokens, _, _ = verify_coupled(
-                    logits[:, None],
-                    mx.zeros((logits.shape[0], 0), mx.int32),
-                    seed=keys,
-                    position=position + i,
-                    **state["draft_params"],
-                    filter_order=self.draft_filter_order,
-                )
-                return tokens[:, 0], None
-            return sample(
-                logits,
-                draws[:, 2 * i : 2 * i + 2],
-                **state["draft_params"],
-                filter_order=self.draft_filter_order,
-            )
-
-        def place(logits, i):
-            tokens, stats = draw(logits, i)
-            return mx.where(given[:, i] < 0, tokens, given[:, i]), stats
-
         context = DraftContext(
             state["tokens"],
             state["count"],
             state.get("hidden"),
             attended,
             self.depth,
-            draw if given is None else place,
+            self._drawer(state, keys, draws),
+            self._shared_kv(state, attended) if self.drafter.needs_shared_kv else None,
         )
         with drafting():
             drafts, draft_state = self.drafter.propose(state["draft"], context)
@@ -233,10 +208,54 @@ class Round:
             lengths = self.depth if drafts.lengths is None else drafts.lengths
             drafts = drafts._replace(lengths=mx.minimum(lengths, room))
         if draws is None:
-            coins = position if self.coupled else None
+            coins = state["offset"] + 1 if self.coupled else None
         else:
             coins = draws[:, 2 * self.depth :]
         return Proposal(drafts, draft_state, coins, keys)
+
+    def _drawer(self, state, keys, draws):
+        """``draw`` of a DraftContext; ``draws`` are the uniforms, if it takes any."""
+        given, position = state.get("given"), state["offset"] + 1  # of the first draft
+
+        def draw(logits, i, ids=None):
+            if ids is not None and self.coupled:  # the noise belongs to ids
+                logits, ids = spread(logits, ids, self.target.vocab_size), None
+            options = {
+                **state["draft_params"],
+                "filter_order": self.draft_filter_order,
+            }
+            stats = None
+            if self.greedy:
+                tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+            elif self.coupled:
+                nothing = mx.zeros((logits.shape[0], 0), mx.int32)
+                tokens, _, _ = verify_coupled(
+                    logits[:, None],
+                    nothing,
+                    seed=keys,
+                    position=position + i,
+                    **options,
+                )
+                tokens = tokens[:, 0]
+            else:
+                tokens, stats = sample(logits, draws[:, 2 * i : 2 * i + 2], **options)
+            if ids is not None:
+                tokens = pick(ids, tokens)
+            if given is not None:
+                tokens = mx.where(given[:, i] < 0, tokens, given[:, i])
+            return tokens, stats
+
+        return draw
+
+    def _shared_kv(self, state, attended):
+        """Views of the target's keys and values, at the newest row that they hold."""
+        position = Position(state["offset"] - 1, state["steps"], attended)
+        return {
+            kind: self.adapters[source.entry].view(
+                state["leaves"][source.entry], position
+            )
+            for kind, source in self.target.shared_kv.items()
+        }
 
     def verify(self, state, proposal, attended, offset=None):
         """The target's forward over the newest token and the drafts.

@@ -3,17 +3,28 @@
 from ..heads import HeadConfig, MTPHead
 from .base import DraftContext, Drafter, DrafterMismatch, Drafts
 from .draft_model import DraftModelDrafter
+from .gemma4_assistant import (
+    AssistantConfig,
+    Gemma4Assistant,
+    Gemma4AssistantDrafter,
+)
 from .mtp_head import MTPHeadDrafter
 from .ngram import NGramDrafter
+from .vocabulary import pick, spread
 
 __all__ = [
+    "AssistantConfig",
     "DraftContext",
     "DraftModelDrafter",
     "Drafter",
     "DrafterMismatch",
     "Drafts",
+    "Gemma4Assistant",
+    "Gemma4AssistantDrafter",
     "HeadConfig",
     "MTPHead",
     "MTPHeadDrafter",
     "NGramDrafter",
+    "pick",
+    "spread",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -32,6 +32,19 @@ class Drafts(NamedTuple):
     stats: mx.array | None = None
     lengths: mx.array | None = None
 
+    @classmethod
+    def stack(
+        cls,
+        tokens: Sequence[mx.array],
+        rows: Sequence[mx.array],
+        stats: Sequence[mx.array | None],
+    ) -> Drafts:
+        """The proposals of K draws, from rows ``(B, V)``."""
+        tokens = mx.stack(list(tokens), axis=1)
+        if stats[0] is None:
+            return cls(tokens)
+        return cls(tokens, mx.stack(list(rows), axis=1), mx.stack(list(stats), axis=1))
+
 
 @dataclass(frozen=True)
 class DraftContext:
@@ -46,6 +59,10 @@ class DraftContext:
         depth (int): K, how many tokens to propose.
         draw (callable): ``draw(logits (B, V), i)`` draws the token of slot i from the
             stream's draft distribution: tokens ``(B,)`` and stats ``(B, 3)`` or None.
+            ``draw(logits (B, S), i, ids)`` has a column for each of the tokens ``ids``,
+            ``(S,)`` or ``(B, S)``, and no other is drawn.
+        shared_kv (dict, optional): The target's keys and values by kind of attention:
+            views whose ``offset`` is the position in front of the newest token.
     """
 
     tokens: mx.array
@@ -53,7 +70,8 @@ class DraftContext:
     hidden: mx.array | None
     attended: int
     depth: int
-    draw: Callable[[mx.array, int], tuple[mx.array, mx.array | None]]
+    draw: Callable[..., tuple[mx.array, mx.array | None]]
+    shared_kv: Mapping[str, Any] | None = None
 
 
 class Drafter(Protocol):

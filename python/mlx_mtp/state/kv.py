@@ -29,7 +29,16 @@ class KVView:
         start, count = self._span(keys)
         self.keys = commit_rows(self.keys, keys, start, count)
         self.values = commit_rows(self.values, values, start, count)
+        return self.fetch()
+
+    def fetch(self):
+        """The slots that attention reads."""
         return self.prefix(self.attended)
+
+    def read(self, window_size=None):
+        """What a row that writes nothing sees: keys, values and a mask of the rows up
+        to ``offset``, the newest ``window_size`` of them."""
+        return *self.fetch(), self.make_mask(1, window_size=window_size)
 
     def attend(self, q, k, v, scale: float) -> mx.array:
         """Writes T rows and attends to them and all before: ``(B, heads, T, D)``."""
@@ -147,7 +156,15 @@ class QuantizedView(KVView):
         start, count = self._span(keys)
         self.keys = self._write(self.keys, keys, start, count)
         self.values = self._write(self.values, values, start, count)
-        return self.prefix(self.attended)
+        return self.fetch()
+
+    def read(self, window_size=None):
+        *packed, mask = super().read(window_size)
+        keys, values = (
+            mx.dequantize(*parts, group_size=self.group_size, bits=self.bits)
+            for parts in packed
+        )
+        return keys, values, mask
 
     def prefix(self, length):
         return tuple(

@@ -32,6 +32,9 @@ class RotatingView(KVView):
         start, count = self._span(keys)
         self.keys = self._write(self.keys, keys, start, count)
         self.values = self._write(self.values, values, start, count)
+        return self.fetch()
+
+    def fetch(self):
         return self.prefix(self.keys.shape[2] if self.wraps else self.attended)
 
     def _write(self, x, rows, start, count):

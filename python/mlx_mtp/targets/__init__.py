@@ -11,10 +11,11 @@ from typing import Any
 
 from ..heads import Entry, HeadSpec, Registry, UnsupportedHead
 from ..heads.families import HEADS
-from .base import Target, TargetOutput
+from .base import SharedKV, Target, TargetOutput
 
 _HOME = {
     "FamilyTarget": ".family",
+    "Gemma4Target": ".gemma4",
     "GenericTarget": ".generic",
     "Qwen35Target": ".qwen3_5",
 }
@@ -28,6 +29,10 @@ def _qwen(model) -> Target:
 
 for _type in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
     TARGETS.register(Entry(_type, _qwen, "Qwen35Target"))
+for _type in ("gemma4", "gemma4_text", "gemma4_unified"):
+    TARGETS.register(
+        Entry(_type, lambda model: __getattr__("Gemma4Target")(model), "Gemma4Target")
+    )
 
 
 def register_family(
@@ -113,8 +118,10 @@ def __getattr__(name):
 
 __all__ = [
     "FamilyTarget",
+    "Gemma4Target",
     "GenericTarget",
     "Qwen35Target",
+    "SharedKV",
     "Target",
     "TargetOutput",
     "as_target",

@@ -23,6 +23,20 @@ class TargetOutput(NamedTuple):
     hidden: mx.array | None = None
 
 
+class SharedKV(NamedTuple):
+    """Keys and values of a target that drafters may read.
+
+    Args:
+        entry (int): The prompt cache entry that holds them.
+        heads (int): Heads of the keys.
+        head_dim (int): Width of a head.
+    """
+
+    entry: int
+    heads: int
+    head_dim: int
+
+
 class Target(Protocol):
     """A causal model whose state can be rolled back.
 
@@ -30,6 +44,8 @@ class Target(Protocol):
         vocab_size: V.
         hidden_size: H, ``None`` if it gives no hidden rows.
         adapters: One state adapter for each entry of a prompt cache.
+        shared_kv (optional): A dict of ``SharedKV`` by kind of attention, for drafters
+            that attend to them.
     """
 
     vocab_size: int
