@@ -153,10 +153,15 @@ CONFIGS = {
 }
 
 
-def tiny_family(name: str, seed: int = 0):
+def family_config(name: str, **more) -> dict:
+    """What ``config.json`` has of ``CONFIGS[name]``."""
+    return {**_COMMON, **CONFIGS[name], "model_type": name, **more}
+
+
+def tiny_family(name: str, seed: int = 0, **more):
     """The model of ``CONFIGS[name]``, its weights drawn so that its logits differ."""
     module = import_module(f"mlx_lm.models.{name}")
-    config = {**_COMMON, **CONFIGS[name], "model_type": name}
+    config = family_config(name, **more)
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config))
     model.update(tree_map(_lively, model.parameters()))

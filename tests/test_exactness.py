@@ -70,6 +70,17 @@ def table_joint(target, context, params):
     return joint
 
 
+def model_joint(model, context, params, vocab):
+    """The same of an ``mlx_lm`` model, which reads every sequence whole."""
+    joint = np.ones((vocab,) * LENGTH)
+    for i in range(LENGTH):
+        seen = list(itertools.product(range(vocab), repeat=i))
+        rows = mx.array([[*context, *tokens] for tokens in seen])
+        p = np.array([shaped(row, params) for row in model(rows)[:, -1]])
+        joint *= p.reshape((vocab,) * (i + 1) + (1,) * (LENGTH - i - 1))
+    return joint
+
+
 def open_rows(round_, prompt, params, draft_params=None, seed=0, rows=ROWS):
     """``rows`` equal streams with their own keys, and the tokens behind them."""
     state, counts = start_row(round_, prompt, SLOTS, params, draft_params, seed)
@@ -171,13 +182,7 @@ def test_every_sequence_of_a_model_with_its_head_has_its_exact_frequency():
     accepted, tokens = run(round_, state)
     assert {0, 1, 2} <= set(accepted.ravel().tolist())
 
-    joint = np.ones((5,) * LENGTH)
-    for i in range(LENGTH):
-        seen = list(itertools.product(range(5), repeat=i))
-        rows = mx.array([[*context, *tokens] for tokens in seen])
-        logits = target.model(rows)[:, -1]
-        p = np.array([shaped(row, params) for row in logits])
-        joint *= p.reshape((5,) * (i + 1) + (1,) * (LENGTH - i - 1))
+    joint = model_joint(target.model, context, params, 5)
     assert p_value(histogram(tokens, 5), joint) > ALPHA
 
 

@@ -219,7 +219,7 @@ def start_row(round_, prompt, capacity, params=None, draft_params=None, seed=0):
     state, proposal = round_.begin(
         [
             adapter.adopt(cache, round_.width, capacity)
-            for adapter, cache in zip(target.adapters, caches, strict=True)
+            for adapter, cache in zip(round_.adapters, caches, strict=True)
         ],
         len(prompt),
         draft_state,

@@ -235,8 +235,9 @@ def _load_assistant(
         nn.quantize(assistant, class_predicate=quantisation)
         assistant.load_weights(list(tensors.items()))
     except ValueError as error:
+        fault = " ".join(str(error).split())
         raise ValueError(
-            f"[load] The Gemma 4 assistant in {folder} does not fit its config: {error}"
+            f"[load] The Gemma 4 assistant in {folder} does not fit its config: {fault}"
         ) from error
     assistant.set_dtype(dtype or _head_dtype(tensors, target))
     if not lazy:
