@@ -21,6 +21,7 @@ _HOME = {
     "SamplingParams": ".sampling",
     "Telemetry": ".telemetry",
     "DraftModelDrafter": ".drafters",
+    "Gemma4AssistantDrafter": ".drafters",
     "MTPHeadDrafter": ".drafters",
     "NGramDrafter": ".drafters",
     "sample": ".ops",
