@@ -1,11 +1,7 @@
-"""The same prompt decoded by ``mlx_lm``, by us, and by MTPLX; and are they equal."""
+"""The same prompt decoded by ``mlx_lm`` and by us; and are they equal."""
 
 from __future__ import annotations
 
-import ctypes
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -130,61 +126,3 @@ def _run(responses) -> Run:
         from_draft.append(response.from_draft)
     seconds = perf_counter() - begin
     return Run(tokens, seconds, from_draft, getattr(response, "mtp", None))
-
-
-# The optional peer: MTPLX (https://github.com/youssofal/MTPLX).
-
-
-def mtplx_arm(subject: Subject) -> Callable[..., Run]:
-    """``arm(prompt, max_tokens, temperature, depth, seed)`` of the package mtplx.
-
-    Raises:
-        ImportError: It is not installed.
-    """
-    with _macos_libraries():
-        from mtplx import generation, runtime
-        from mtplx.sampling import SamplerConfig
-    loaded = runtime.load(mlx_mtp.loading.find_model(subject.name))
-    loaded.model.set_dtype(mx.float32)
-
-    def arm(prompt, max_tokens, temperature, depth, seed=0):
-        times = []
-        out = generation.generate_mtpk(
-            loaded,
-            list(prompt),
-            max_tokens=max_tokens,
-            sampler=SamplerConfig(temperature=temperature, top_p=1.0, top_k=0),
-            speculative_depth=depth,
-            seed=seed,
-            stop_token_ids=set(subject.tokenizer.eos_token_ids),
-            verify_strategy="capture_commit",
-            mtp_history_policy="committed",
-            token_callback=lambda _: times.append(perf_counter()),
-        )
-        return Run(list(out.tokens), times[-1] - times[0], [])
-
-    return arm
-
-
-class _AnySymbol:
-    def __getattr__(self, name):
-        symbol = type("Symbol", (), {"__call__": lambda self, *_: 0})()
-        setattr(self, name, symbol)
-        return symbol
-
-
-@contextmanager
-def _macos_libraries() -> Iterator[None]:
-    """mtplx opens libSystem at import, for timers: on Linux a stand-in will do."""
-    real = ctypes.CDLL
-
-    def open_library(name, *args, **options):
-        if sys.platform == "linux" and "libSystem" in str(name):
-            return _AnySymbol()
-        return real(name, *args, **options)
-
-    ctypes.CDLL = open_library
-    try:
-        yield
-    finally:
-        ctypes.CDLL = real
