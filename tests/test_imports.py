@@ -28,7 +28,7 @@ LAYERS = [
     {"generation"},
     {"loops"},
     {"session", "proof", "tuning"},
-    {"benchmark"},
+    {"benchmark", "evaluation"},
     {"cli", "serve", "forge"},
     {"__main__"},
 ]
