@@ -88,6 +88,7 @@ class Tiny:
     projection: str
     more: object = None  # further tensors of the head, by name
     zero_centred: bool = False
+    pre: str = ""  # the trunk's final norm, for heads that read what is before it
 
 
 def appended(layer, final="shared_head.norm", copies=True):
@@ -155,6 +156,195 @@ FAMILIES = {
         tuple(f"model.mtp_layers.0.{name}" for name in MIMO_NAMES),
         "model.mtp_layers.0.input_proj",
     ),
+    "mimo_v2_flash": Tiny(
+        {
+            **SIGMOID,
+            "n_shared_experts": None,
+            "n_group": 1,
+            "hybrid_layer_pattern": [0, 1],
+            "moe_layer_freq": [0, 1],
+            "add_swa_attention_sink_bias": True,
+            "add_full_attention_sink_bias": False,
+            "sliding_window_size": 4,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "layernorm_epsilon": 1e-5,
+            "swa_rope_theta": 5000.0,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 16,
+            "swa_v_head_dim": 12,
+            "v_head_dim": 12,
+            "partial_rotary_factor": 0.5,
+            "attention_value_scale": 0.7,
+        },
+        ref.MiMoV2,
+        lambda m, args: {"model.mtp.layers.0.": m.DecoderLayer(args, False, True)},
+        tuple(
+            f"model.mtp.layers.0.{name}"
+            for name in ("enorm", "hnorm", "final_layernorm")
+        ),
+        "model.mtp.layers.0.eh_proj",
+        {"model.mtp.layers.1.eh_proj.weight": (64, 128)},
+        pre="model.norm",
+    ),
+    "step3p5": Tiny(
+        {
+            "num_attention_groups": 2,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3, "full"],
+            "sliding_window": 4,
+            "attention_other_setting": {
+                "num_attention_heads": 2,
+                "num_attention_groups": 1,
+            },
+            "rope_theta": [1e4, 2e4, 3e4, 4e4, 5e4],
+            "partial_rotary_factors": [1.0, 0.5, 0.5, 1.0, 0.5],
+            "moe_layers_enum": "1",
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "moe_intermediate_size": 32,
+            "share_expert_dim": 32,
+            "num_nextn_predict_layers": 3,
+        },
+        ref.Step,
+        lambda m, args: {
+            f"model.layers.{i}.transformer.": m.Step3p5DecoderLayer(args, i)
+            for i in (2, 3, 4)
+        },
+        tuple(
+            f"model.layers.{i}.{name}"
+            for i in (2, 3, 4)
+            for name in ("enorm", "hnorm", "shared_head.norm")
+        ),
+        "",
+        {
+            f"model.layers.{i}.{name}.weight": shape
+            for i in (2, 3, 4)
+            for name, shape in {
+                "eh_proj": (64, 128),
+                "shared_head.output": (96, 64),
+            }.items()
+        },
+        zero_centred=True,
+        pre="model.norm",
+    ),
+    "exaone_moe": Tiny(
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 4,
+            "is_moe_layer": [False, True],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 32,
+        },
+        ref.Exaone,
+        lambda m, args: {"mtp.layers.0.": m.DecoderLayer(args, 0)},
+        QWEN["norms"],
+        "mtp.fc",
+    ),
+    "nemotron_h": Tiny(
+        {
+            **SIGMOID,
+            "hybrid_override_pattern": ["M", "*", "E"],
+            "mtp_hybrid_override_pattern": "*E",
+            "moe_shared_expert_intermediate_size": 32,
+            "conv_kernel": 4,
+            "n_groups": 1,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "mamba_proj_bias": False,
+            "ssm_state_size": 16,
+            "mlp_bias": False,
+            "layer_norm_epsilon": 1e-5,
+        },
+        ref.Nemotron,
+        lambda m, args: {
+            f"mtp.layers.{i}.": m.NemotronHBlock(args, kind)
+            for i, kind in enumerate("*E")
+        },
+        ("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.1.final_layernorm"),
+        "mtp.layers.0.eh_proj",
+    ),
+    "ernie4_5_moe": Tiny(
+        {
+            "use_bias": False,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_layer_start_index": 1,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 1,
+        },
+        ref.Ernie,
+        lambda m, args: {"model.mtp_block.0.": m.Ernie4_5_DecoderLayer(args, 0)},
+        ("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0"),
+        "model.mtp_linear_proj.0",
+    ),
+    "longcat_flash": Tiny(
+        {
+            **MLA,
+            "attention_method": "MLA",
+            "zero_expert_type": "identity",
+            "ffn_hidden_size": 96,
+            "moe_topk": 2,
+            "expert_ffn_hidden_size": 32,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "num_layers": 2,
+            "routed_scaling_factor": 1.5,
+            "mla_scale_q_lora": True,
+            "mla_scale_kv_lora": True,
+        },
+        ref.LongCat,
+        lambda m, args: {
+            "model.mtp.layers.0.self_attn.": m.LongcatFlashMLA(args),
+            "model.mtp.layers.0.transformer_layer.mlp.": m.LongcatFlashMLP(args),
+        },
+        (
+            "model.mtp.layers.0.enorm.m",
+            "model.mtp.layers.0.hnorm.m",
+            "model.mtp.layers.0.input_layernorm",
+            "model.mtp.layers.0.post_attention_layernorm",
+            "model.mtp.norm",
+        ),
+        "model.mtp.layers.0.eh_proj",
+        {"model.mtp.embed_tokens.weight": (96, 64)},
+    ),
+    "bailing_hybrid": Tiny(
+        {
+            **MLA,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "layer_group_size": 2,
+            "group_norm_size": 2,
+            "routed_scaling_factor": 1.5,
+        },
+        ref.Bailing,
+        **appended("DecoderLayer", "final_layernorm", copies=False),
+    ),
+}
+
+
+# Names of mlx_lm's that are not the checkpoint's
+RENAMED = {
+    "mimo_v2_flash": {"mtp.layers.0.post_attention_": "mtp.layers.0.pre_mlp_"},
+    "exaone_moe": {"mlp.gate.e_score": "mlp.e_score"},
+    "bailing_hybrid": {"mlp.gate.gate_proj": "mlp.gate"},
+    "nemotron_h": {"fc1": "up_proj", "fc2": "down_proj"},
+    "step3p5": {
+        "mlp.switch_mlp.": "moe.",
+        "mlp.gate.gate.": "moe.gate.",
+        "mlp.gate.router_bias": "moe.router_bias",
+        "mlp.share_expert.": "share_expert.",
+    },
 }
 
 
@@ -175,7 +365,8 @@ def tiny_checkpoint(family, folder: Path, seed=0):
     for start, layer in tiny.layers(module, arguments.from_dict(config)).items():
         tensors |= raw(layer, config, start)
     shapes = {f"{name}.weight": (64,) for name in tiny.norms}
-    shapes[f"{tiny.projection}.weight"] = (64, 128)
+    if tiny.projection:
+        shapes[f"{tiny.projection}.weight"] = (64, 128)
     tensors |= {name: mx.zeros(s) for name, s in (shapes | (tiny.more or {})).items()}
     tensors = {name: lively(name, x, tiny) for name, x in tensors.items()}
     folder.mkdir(exist_ok=True)
@@ -203,12 +394,19 @@ def lively(name, x, tiny):
 def raw(module, config, start):
     """Parameters of an mlx_lm module under the names and shapes of the original."""
     flat = dict(tree_flatten(module.parameters()))
-    return {start + n: x for name in flat for n, x in _raw(name, flat, config).items()}
+    done = {}
+    for name in flat:
+        for plain, x in _raw(name, flat, config).items():
+            plain = start + plain
+            for ours, original in RENAMED.get(config["model_type"], {}).items():
+                plain = plain.replace(ours, original)
+            done[plain] = x
+    return done
 
 
 def _raw(name, flat, config):
     x, plain = flat[name], name.removeprefix("language_model.")
-    if ".switch_mlp." in plain or plain.startswith("mlp.switch_mlp."):
+    if "switch_mlp." in plain and config["model_type"] != "step3p5":
         return _experts(plain, flat, name, config)
     if "unembed_out" in plain:
         return {}

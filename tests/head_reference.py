@@ -277,3 +277,162 @@ class Qwen(Reference):
             return super().expert(name, e, row)
         gate, up = np.split(self.raw[f"{name}.gate_up_proj"][e] @ row, 2)
         return self.raw[f"{name}.down_proj"][e] @ (silu(gate) * up)
+
+
+class Step(Appended):
+    """Three heads in a chain, each fed what is before the norm of the one before."""
+
+    zero_centred = True
+
+    def rows(self, tokens, hidden, index=0):
+        name = f"model.layers.{self.c['num_hidden_layers'] + index}"
+        self.number = self.c["num_hidden_layers"] + index
+        e = self.norm(f"{name}.enorm", self.embed(tokens))
+        h = self.norm(f"{name}.hnorm", hidden)
+        x = self.linear(f"{name}.eh_proj", np.concatenate([e, h], axis=-1))
+        x = self.layer(f"{name}.transformer", x)
+        y = self.norm(f"{name}.shared_head.norm", x)
+        return x, self.linear(f"{name}.shared_head.output", y)
+
+    def attention(self, name, x):
+        c, d, i = self.c, self.c["head_dim"], self.number
+        slides = c["layer_types"][i] == "sliding_attention"
+        sizes = c["attention_other_setting"] if slides else c
+        heads = sizes["num_attention_heads"]
+        groups = sizes["num_attention_groups"]
+        q = self.linear(f"{name}.q_proj", x).reshape(len(x), heads, d)
+        k = self.linear(f"{name}.k_proj", x).reshape(len(x), groups, d)
+        v = self.linear(f"{name}.v_proj", x).reshape(len(x), groups, d)
+        q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
+        dims = int(d * c["partial_rotary_factors"][i])
+        q, k = (rope(y, dims, c["rope_theta"][i]) for y in (q, k))
+        y = attend(q, k, v, d**-0.5, c["sliding_window"] if slides else None)
+        y = y * sigmoid(self.linear(f"{name}.g_proj", x))[..., None]
+        return self.linear(f"{name}.o_proj", y.reshape(len(x), -1))
+
+
+class MiMoV2(Reference):
+    """Sliding attention with sinks, other widths of values, scaled values."""
+
+    def rows(self, tokens, hidden, index=0):
+        name = "model.mtp.layers.0"
+        e = self.norm(f"{name}.enorm", self.embed(tokens))
+        h = self.norm(f"{name}.hnorm", hidden)
+        x = self.linear(f"{name}.eh_proj", np.concatenate([e, h], axis=-1))
+        y = self.norm(f"{name}.input_layernorm", x)
+        x = x + self.attention(f"{name}.self_attn", y)
+        x = x + self.mlp(f"{name}.mlp", self.norm(f"{name}.pre_mlp_layernorm", x))
+        return x, self.output(self.norm(f"{name}.final_layernorm", x))
+
+    def attention(self, name, x):
+        c, d = self.c, self.c["swa_head_dim"]
+        heads, groups = c["swa_num_attention_heads"], c["swa_num_key_value_heads"]
+        q = self.linear(f"{name}.q_proj", x).reshape(len(x), heads, d)
+        k = self.linear(f"{name}.k_proj", x).reshape(len(x), groups, d)
+        v = self.linear(f"{name}.v_proj", x).reshape(len(x), groups, -1)
+        dims = int(d * c["partial_rotary_factor"])
+        q, k = (rope(y, dims, c["swa_rope_theta"]) for y in (q, k))
+        sinks = self.raw[f"{name}.attention_sink_bias"]
+        v = v * c["attention_value_scale"]
+        y = attend(q, k, v, d**-0.5, c["sliding_window_size"], sinks)
+        return self.linear(f"{name}.o_proj", y.reshape(len(x), -1))
+
+
+class Exaone(Reference):
+    """A dense layer with a window, under Qwen's names; plain gains."""
+
+    def rows(self, tokens, hidden, index=0):
+        e = self.norm("mtp.pre_fc_norm_embedding", self.embed(tokens))
+        h = self.norm("mtp.pre_fc_norm_hidden", hidden)
+        x = self.linear("mtp.fc", np.concatenate([e, h], axis=-1))
+        x = self.norm("mtp.norm", self.layer("mtp.layers.0", x))
+        return x, self.output(x)
+
+    def attention(self, name, x):
+        y = self.gqa(name, x, self.c["head_dim"], window=self.c["sliding_window"])
+        return self.linear(f"{name}.o_proj", y.reshape(len(x), -1))
+
+
+class Nemotron(Reference):
+    """Attention without positions, then experts with squared ReLU, one norm each."""
+
+    def rows(self, tokens, hidden, index=0):
+        first, last = "mtp.layers.0", "mtp.layers.1"
+        e = self.norm(f"{first}.enorm", self.raw["backbone.embeddings.weight"][tokens])
+        h = self.norm(f"{first}.hnorm", hidden)
+        x = self.linear(f"{first}.eh_proj", np.concatenate([e, h], axis=-1))
+        y = self.gqa(f"{first}.mixer", self.norm(f"{first}.norm", x), 0)
+        x = x + self.linear(f"{first}.mixer.o_proj", y.reshape(len(x), -1))
+        x = x + self.feed_forward(f"{last}.mixer", self.norm(f"{last}.norm", x))
+        x = self.norm(f"{last}.final_layernorm", x)
+        return x, self.output(x)
+
+    feed_forward = Sigmoid.feed_forward
+
+    def mlp(self, name, x):
+        y = np.maximum(self.linear(f"{name}.up_proj", x), 0) ** 2
+        return self.linear(f"{name}.down_proj", y)
+
+
+class Ernie(Reference):
+    """Behind the layer comes the trunk's own final norm; pairs turn in place."""
+
+    interleaved = True
+
+    def rows(self, tokens, hidden, index=0):
+        e = self.norm("model.mtp_emb_norm.0", self.embed(tokens))
+        h = self.norm("model.mtp_hidden_norm.0", hidden)
+        x = self.linear("model.mtp_linear_proj.0", np.concatenate([e, h], axis=-1))
+        x = self.norm("model.norm", self.layer("model.mtp_block.0", x))
+        return x, self.output(x)
+
+
+class LongCat(Reference):
+    """One dense layer with latent attention and an embedding of its own."""
+
+    def rows(self, tokens, hidden, index=0):
+        name = "model.mtp.layers.0"
+        embedded = self.raw["model.mtp.embed_tokens.weight"][tokens]
+        e = self.norm(f"{name}.enorm.m", embedded)
+        h = self.norm(f"{name}.hnorm.m", hidden)
+        x = self.linear(f"{name}.eh_proj", np.concatenate([e, h], axis=-1))
+        y = self.mla(f"{name}.self_attn", self.norm(f"{name}.input_layernorm", x), 1e-5)
+        x = x + self.linear(f"{name}.self_attn.o_proj", y.reshape(len(x), -1))
+        y = self.norm(f"{name}.post_attention_layernorm", x)
+        x = x + self.mlp(f"{name}.transformer_layer.mlp", y)
+        x = self.norm("model.mtp.norm", x)
+        return x, self.output(x)
+
+    def scaled(self, q, latent):
+        c = self.c
+        ranks = (c["hidden_size"] / c[f"{k}_lora_rank"] for k in ("q", "kv"))
+        a, b = (rank**0.5 for rank in ranks)
+        return q * a, latent * b
+
+
+class Bailing(Appended):
+    final = "final_layernorm"
+
+    def embed(self, tokens):
+        return self.raw["model.word_embeddings.weight"][tokens]
+
+    def layer(self, name, x):
+        y = self.norm(f"{name}.input_layernorm", x)
+        y = self.mla(f"{name}.attention", y, self.eps).reshape(len(x), -1)
+        x = x + self.linear(f"{name}.attention.dense", y)
+        y = self.norm(f"{name}.post_attention_layernorm", x)
+        return x + self.feed_forward(f"{name}.mlp", y)
+
+    def feed_forward(self, name, x):
+        c = self.c
+        chosen, weights = self.routed(
+            sigmoid(x @ self.raw[f"{name}.gate.weight"].T),
+            self.raw[f"{name}.gate.expert_bias"],
+            c["num_experts_per_tok"],
+            c["n_group"],
+            c["topk_group"],
+            c["routed_scaling_factor"],
+            True,
+        )
+        y = self.experts(name, x, chosen, weights)
+        return y + self.mlp(f"{name}.shared_experts", x)

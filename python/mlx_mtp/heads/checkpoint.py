@@ -11,12 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from .families import HEADS
+from .families import HEADS, REFUSED
 from .module import MTPHead
 from .registry import UnsupportedHead
 from .spec import HeadSpec
 
-ANY_PREFIX = re.compile(r"(?:(?:model|language_model)\.){0,2}mtp\.")
+ANY_PREFIX = re.compile(r"^(?:(?:model|language_model)\.){0,2}mtp\.")
 STORED = ((r"mtp\.", ""),)  # as save_head writes them
 
 
@@ -44,14 +44,18 @@ def find_spec(config: dict[str, Any]) -> HeadSpec:
         UnsupportedHead: There is none for this model type.
     """
     text = text_config(config)
-    spec = HEADS.find(text) or HEADS.find(
-        {**text, "model_type": config.get("model_type")}
+    types = dict.fromkeys((text.get("model_type"), config.get("model_type")))
+    for model_type in types:
+        spec = HEADS.find({**text, "model_type": model_type})
+        if spec is not None:
+            return spec
+    name = config.get("model_type")
+    reasons = [REFUSED[model_type] for model_type in types if model_type in REFUSED]
+    raise UnsupportedHead(
+        f"the MTP head of model type {name} is refused: {reasons[0]}"
+        if reasons
+        else f"model type {name} is not supported yet"
     )
-    if spec is None:
-        raise UnsupportedHead(
-            f"model type {config.get('model_type')} is not supported yet"
-        )
-    return spec
 
 
 def build_head(config: dict[str, Any], spec: HeadSpec) -> MTPHead:
@@ -66,10 +70,15 @@ def build_head(config: dict[str, Any], spec: HeadSpec) -> MTPHead:
         text.get("sliding_window") or text.get("sliding_window_size"),
         bool(text.get("mtp_use_dedicated_embeddings")),
     )
-    heads = [
-        MTPHead(sizes, spec, spec.layers(module, args, text, index))
-        for index in range(spec.heads(text))
-    ]
+    try:
+        heads = [
+            MTPHead(sizes, spec, spec.layers(module, args, text, index))
+            for index in range(spec.heads(text))
+        ]
+    except (IndexError, KeyError) as error:
+        raise ValueError(
+            f"The config of the MTP head is incomplete: {error}."
+        ) from None
     if len(heads) > 1:
         heads[0].more = heads[1:]
     return heads[0]
@@ -87,24 +96,23 @@ def select(
         stored (bool): Whether they are as ``save_head`` writes them.
     """
     text, found = text_config(config), {}
-    count = 1 if stored else spec.heads(text)
     layers = text.get("num_hidden_layers") or text.get("num_layers") or 0
-    rules = []
-    for index in range(count):
+    rules, has_own = [], False
+    for index in range(1 if stored else spec.heads(text)):
         beginning = f"more.{index - 1}." if index else ""
-        for pattern, name in STORED if stored else spec.rules:
-            pattern = pattern.replace("{index}", str(index))
-            pattern = re.compile(pattern.replace("{layer}", str(layers + index)))
-            rules.append((pattern, None if name is None else beginning + name))
+        for is_own, ours in ((True, spec.rules), (False, spec.borrowed)):
+            for pattern, name in STORED if stored else ours:
+                pattern = pattern.replace("{index}", str(index))
+                pattern = re.compile(pattern.replace("{layer}", str(layers + index)))
+                rules.append((pattern, name and beginning + name, is_own))
     for name in names:
-        plain = ANY_PREFIX.sub("mtp.", name, count=1)
-        plain = plain if plain.startswith("mtp.") else name
-        plain = plain.removeprefix("language_model.")
-        for pattern, ours in rules:
+        plain = ANY_PREFIX.sub("mtp.", name).removeprefix("language_model.")
+        for pattern, ours, is_own in rules:
             if match := pattern.match(plain):
                 found[name] = None if ours is None else ours + plain[match.end() :]
+                has_own |= is_own
                 break
-    return found
+    return found if has_own else {}
 
 
 def convert(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .module import HeadConfig, Layer
+from .module import Block, HeadConfig, Layer
 from .registry import Entry, Registry
 from .spec import QWEN, HeadSpec
 
@@ -83,6 +83,144 @@ MIMO = HeadSpec(
     source="vLLM mimo_mtp",
 )
 
+
+def _nemotron(m, args, config, index):
+    pattern = config.get("mtp_hybrid_override_pattern") or "*E"
+    if set(pattern) - {"*", "E", "-"}:
+        raise ValueError(f"An MTP head of the pattern {pattern} is not supported.")
+    return [m.NemotronHBlock(args, kind) for kind in pattern]
+
+
+def _longcat(m, args, config, index):
+    attention, mlp = m.LongcatFlashMLA(args), m.LongcatFlashMLP(args)
+    return [Block(attention, mlp, args.hidden_size, args.rms_norm_eps)]
+
+
+def _exaone(m, args, config, index):
+    """Dense; its attention is of a kind of its own, or as the trunk's first."""
+    kind = (config.get("mtp_layer_types") or args.layer_types)[0]
+    return [
+        m.DecoderLayer(
+            replace(
+                args,
+                layer_types=[kind, *args.layer_types[1:]],
+                is_moe_layer=[False] * len(args.is_moe_layer),
+            ),
+            0,
+        )
+    ]
+
+
+STEP = HeadSpec(
+    "Step 3.5",
+    "step3p5",
+    _appended("Step3p5DecoderLayer"),
+    (
+        *APPENDED[:4],
+        (r"model\.layers\.{layer}\.shared_head\.(head|output)\.", "lm_head."),
+        (r"model\.layers\.{layer}\.embed_tokens\.", None),
+        (r"model\.layers\.{layer}\.(transformer\.)?", "layers.0."),
+    ),
+    hidden="pre",
+    norm_offset=True,
+    own=("output",),
+    count="num_nextn_predict_layers",
+    converter="",
+    source="SGLang and vLLM step3p5_mtp",
+)
+MIMO_V2 = HeadSpec(
+    "MiMo V2",
+    "mimo_v2_flash",
+    lambda m, args, config, index: [m.DecoderLayer(args, False, True)],
+    (
+        (r"mtp\.layers\.0\.enorm\.", "pre_fc_norm_embedding."),
+        (r"mtp\.layers\.0\.hnorm\.", "pre_fc_norm_hidden."),
+        (r"mtp\.layers\.0\.eh_proj\.", "fc."),
+        (r"mtp\.layers\.0\.final_layernorm\.", "norm."),
+        (
+            r"mtp\.layers\.0\.pre_mlp_layernorm\.",
+            "layers.0.post_attention_layernorm.",
+        ),
+        (r"mtp\.layers\.0\.", "layers.0."),
+        (r"mtp\.layers\.\d+\.", None),
+    ),
+    hidden="pre",
+    eps="layernorm_epsilon",
+    source="SGLang mimo_v2_flash_nextn, vLLM mimo_v2_mtp",
+)
+EXAONE = HeadSpec(
+    "EXAONE MoE",
+    "exaone_moe",
+    _exaone,
+    ((r"mtp\.", ""),),
+    converter="",
+    source="vLLM exaone_moe_mtp",
+)
+NEMOTRON = HeadSpec(
+    "Nemotron-H",
+    "nemotron_h",
+    _nemotron,
+    (
+        (r"mtp\.layers\.\d+\.enorm\.", "pre_fc_norm_embedding."),
+        (r"mtp\.layers\.\d+\.hnorm\.", "pre_fc_norm_hidden."),
+        (r"mtp\.layers\.\d+\.eh_proj\.", "fc."),
+        (r"mtp\.layers\.\d+\.final_layernorm\.", "norm."),
+        (r"mtp\.layers\.", "layers."),
+    ),
+    trunk="backbone",
+    eps="layer_norm_epsilon",
+    source="vLLM nemotron_h_mtp",
+)
+ERNIE = HeadSpec(
+    "ERNIE 4.5 MoE",
+    "ernie4_5_moe",
+    # A number in front of the first layer with experts: the head is dense.
+    lambda m, args, config, index: [m.Ernie4_5_DecoderLayer(args, -1)],
+    (
+        (r"model\.mtp_emb_norm\.{index}\.", "pre_fc_norm_embedding."),
+        (r"model\.mtp_hidden_norm\.{index}\.", "pre_fc_norm_hidden."),
+        (r"model\.mtp_linear_proj\.{index}\.", "fc."),
+        (r"model\.mtp_block\.{index}\.", "layers.0."),
+    ),
+    borrowed=((r"model\.norm\.", "norm."),),
+    source="FastDeploy ernie4_5_mtp, vLLM ernie_mtp",
+)
+LONGCAT = HeadSpec(
+    "LongCat Flash",
+    "longcat_flash",
+    _longcat,
+    (
+        (r"mtp\.layers\.0\.enorm\.m\.", "pre_fc_norm_embedding."),
+        (r"mtp\.layers\.0\.hnorm\.m\.", "pre_fc_norm_hidden."),
+        (r"mtp\.layers\.0\.eh_proj\.", "fc."),
+        (r"mtp\.layers\.0\.transformer_layer\.", "layers.0."),
+        (r"mtp\.layers\.0\.", "layers.0."),
+        (r"mtp\.norm\.", "norm."),
+        (r"mtp\.embed_tokens\.", "embed_tokens."),
+    ),
+    own=("embedding",),
+    converter="deepseek_v3",
+    source="vLLM longcat_flash_mtp",
+)
+BAILING = HeadSpec(
+    "Bailing hybrid",
+    "bailing_hybrid",
+    _appended("DecoderLayer"),
+    APPENDED,
+    source="vLLM bailing_moe_mtp, SGLang bailing_moe_nextn",
+)
+
+_SPARSE = "its layer has sparse attention with a second cache, which heads do not keep"
+_UNKNOWN = "the wiring of its head is not published"
+REFUSED = {
+    "deepseek_v32": _SPARSE,
+    "glm_moe_dsa": _SPARSE,
+    "deepseek_v41": "its head has parts that mlx_lm has no layers for",
+    "bailing_moe_v3": _UNKNOWN,
+    "kimi_linear": _UNKNOWN,
+    "kimi_k3": _UNKNOWN,
+}
+
 HEADS: Registry[HeadSpec] = Registry("MTP head")
 
 
@@ -102,6 +240,13 @@ for _types, _spec, _when in (
     (("glm4_moe",), GLM, None),
     (("glm4_moe_lite",), GLM_LITE, None),
     (("mimo",), MIMO, None),
+    (("mimo_v2_flash",), MIMO_V2, None),
+    (("step3p5",), STEP, None),
+    (("exaone_moe",), EXAONE, None),
+    (("nemotron_h",), NEMOTRON, None),
+    (("ernie4_5_moe",), ERNIE, None),
+    (("longcat_flash",), LONGCAT, None),
+    (("bailing_hybrid",), BAILING, None),
 ):
     for _type in _types:
         HEADS.register(Entry(_type, _spec, _spec.family, _when))

@@ -126,6 +126,20 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class Block(nn.Module):
+    """A decoder layer of given parts, called as those of ``mlx_lm``."""
+
+    def __init__(self, attention: nn.Module, mlp: nn.Module, width: int, eps: float):
+        super().__init__()
+        self.self_attn, self.mlp = attention, mlp
+        self.input_layernorm = nn.RMSNorm(width, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
+
+    def __call__(self, x, mask, cache):
+        x = x + self.self_attn(self.input_layernorm(x), mask, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
 class MTPHead(nn.Module):
     """The head's weights, under the names of Qwen's, whatever the family.
 

@@ -29,6 +29,7 @@ class HeadSpec:
             the head's own output.
         order (tuple): How the two inputs are joined in front of the projection.
         norm_offset (bool): Whether raw checkpoints hold norm gains less 1.
+        borrowed: More rules, for tensors of the trunk that the head has a part in.
         own (tuple): What it does not share with the target: ``"embedding"``,
             ``"output"``.
         count (str, optional): The config's key for the number of heads in a chain.
@@ -47,6 +48,7 @@ class HeadSpec:
     hidden: Literal["post", "pre"] = "post"
     order: tuple[str, str] = ("embedding", "hidden")
     norm_offset: bool = False
+    borrowed: tuple[Rule, ...] = ()
     own: tuple[str, ...] = ()
     count: str | None = None
     converter: str | None = None

@@ -20,12 +20,12 @@ class FamilyTarget(GenericTarget):
     """
 
     def __init__(self, model, head_spec):
-        super().__init__(model)
         self.head_spec = head_spec
         self.trunk = _first(model, TRUNKS)
         self._embedding = _first(self.trunk, EMBEDDINGS)
         self._norm = _first(self.trunk, NORMS)
         self.hidden_size = model.args.hidden_size
+        super().__init__(model)
 
     def prefill(self, tokens, caches):
         if self.head_spec.hidden == "post":
