@@ -330,6 +330,25 @@ FAMILIES = {
         ref.Bailing,
         **appended("DecoderLayer", "final_layernorm", copies=False),
     ),
+    "bailing_moe": Tiny(
+        {
+            "moe_intermediate_size": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "norm_topk_prob": True,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "partial_rotary_factor": 0.5,
+        },
+        ref.BailingMoe,
+        **appended("BailingMoeDecoderLayer", "final_layernorm", copies=False),
+    ),
 }
 
 
@@ -338,6 +357,7 @@ RENAMED = {
     "mimo_v2_flash": {"mtp.layers.0.post_attention_": "mtp.layers.0.pre_mlp_"},
     "exaone_moe": {"mlp.gate.e_score": "mlp.e_score"},
     "bailing_hybrid": {"mlp.gate.gate_proj": "mlp.gate"},
+    "bailing_moe": {"mlp.gate.gate_proj": "mlp.gate"},
     "nemotron_h": {"fc1": "up_proj", "fc2": "down_proj"},
     "step3p5": {
         "mlp.switch_mlp.": "moe.",

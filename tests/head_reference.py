@@ -416,9 +416,12 @@ class Bailing(Appended):
     def embed(self, tokens):
         return self.raw["model.word_embeddings.weight"][tokens]
 
+    def attention(self, name, x):
+        return self.mla(name, x, self.eps)
+
     def layer(self, name, x):
         y = self.norm(f"{name}.input_layernorm", x)
-        y = self.mla(f"{name}.attention", y, self.eps).reshape(len(x), -1)
+        y = self.attention(f"{name}.attention", y).reshape(len(x), -1)
         x = x + self.linear(f"{name}.attention.dense", y)
         y = self.norm(f"{name}.post_attention_layernorm", x)
         return x + self.feed_forward(f"{name}.mlp", y)
@@ -436,3 +439,18 @@ class Bailing(Appended):
         )
         y = self.experts(name, x, chosen, weights)
         return y + self.mlp(f"{name}.shared_experts", x)
+
+
+class BailingMoe(Bailing):
+    """Grouped attention from one fused projection."""
+
+    def attention(self, name, x):
+        c, heads = self.c, self.c["num_attention_heads"]
+        groups, d = c["num_key_value_heads"], c["hidden_size"] // heads
+        qkv = self.linear(f"{name}.query_key_value", x).reshape(len(x), -1, d)
+        q, k, v = np.split(qkv, [heads, heads + groups], axis=1)
+        q = self.norm(f"{name}.query_layernorm", q)
+        k = self.norm(f"{name}.key_layernorm", k)
+        dims = int(d * c["partial_rotary_factor"])
+        q, k = (rope(y, dims, c["rope_theta"]) for y in (q, k))
+        return attend(q, k, v, d**-0.5)

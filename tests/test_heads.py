@@ -15,7 +15,7 @@ from mlx_mtp.loading import load, load_head, probe_head, save_head
 from mlx_mtp.speculative import SpeculativeDecoder
 from mlx_mtp.targets import as_target, takes_heads
 
-DEPTH = 4
+DEPTH = 6  # past the windows of four
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

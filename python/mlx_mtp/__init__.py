@@ -18,6 +18,7 @@ _HOME = {
     "speculative_step": ".speculative",
     "SpeculativeDecoder": ".speculative",
     "as_target": ".targets",
+    "register_family": ".targets",
     "SamplingParams": ".sampling",
     "Telemetry": ".telemetry",
     "DraftModelDrafter": ".drafters",

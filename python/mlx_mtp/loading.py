@@ -31,7 +31,7 @@ from .drafters import (
     MTPHead,
 )
 from .heads import HeadSpec, UnsupportedHead
-from .heads.checkpoint import build_head, convert, find_spec, select
+from .heads.checkpoint import build_head, convert, find_spec, select, text_config
 from .targets import as_target
 
 DEMO = Path(__file__).parent / "demo"
@@ -39,6 +39,8 @@ SIDECARS = ("mtp*.safetensors", "mtp/weights.safetensors")
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.*")
 HEAD_LIKE = re.compile(r"(?:^|[._])mtp[._]")
+ENCODER_FILES = ("modules.json", "config_sentence_transformers.json")
+ENCODER = re.compile(r"((?<!LMHead)(?<!ChatGLM)Model|Classification|Embedding)$")
 GAIN = re.compile(r"norm[^.]*\.weight$")
 ROUTER_BIAS = re.compile(r"(e_score_correction|expert|router)_bias$")
 
@@ -184,6 +186,7 @@ def load_drafter(
     Raises:
         DrafterMismatch: The tokenizers do not mean the same tokens by the same ids, or
             the assistant is for another model.
+        UnsupportedHead: It is an embedding or reranking model.
         FileNotFoundError, ValueError: As in ``load``.
 
     Example:
@@ -192,6 +195,7 @@ def load_drafter(
     """
     folder = find_model(path_or_hf_repo, options.pop("revision", None), tokenizer=False)
     config = _read_json(folder / "config.json")
+    _refuse_encoder(folder, config)
     if config.get("model_type") in ASSISTANTS:
         if (folder / "tokenizer.json").exists():
             theirs = _vocabulary(_read_json(folder / "tokenizer.json"))
@@ -465,6 +469,18 @@ def _load_trunk(folder, trunk, model_config, adapter_path, trust_remote_code):
     return model, config
 
 
+def _refuse_encoder(folder: Path, config) -> None:
+    """Models that give vectors or scores do not decode, whatever their model type."""
+    signs = [name for name in ENCODER_FILES if (folder / name).exists()]
+    architectures = config.get("architectures") or ()
+    signs += [name for name in architectures if ENCODER.search(name)]
+    if signs:
+        raise UnsupportedHead(
+            f"{folder} is an embedding or reranking model of type "
+            f"{config.get('model_type')} ({', '.join(signs)})"
+        )
+
+
 class _Headless:
     """A model class while its weights are read, see ``_classes``."""
 
@@ -510,12 +526,12 @@ def _load_tokenizer(folder, tokenizer_config, config):
 def _load_attached(model, folder, trunk, config, mtp, dtype, lazy):
     """The head that goes with a model, or None with a warning that says why."""
     try:
+        _refuse_encoder(folder, config)
         spec = find_spec(config)
     except UnsupportedHead as error:
         if mtp is not True:
             raise UnsupportedHead(f"[load] No head of {mtp} fits: {error}.") from None
-        names = [name for shard in trunk for name in shard.tensors]
-        if any(map(HEAD_LIKE.search, names)) or _sidecars(folder):
+        if _looks_headed(trunk, config) or _sidecars(folder):
             _leave_out(str(error))
         return None
     path = folder if mtp is True else Path(mtp).expanduser()
@@ -533,6 +549,16 @@ def _load_attached(model, folder, trunk, config, mtp, dtype, lazy):
     except RuntimeError as error:  # no memory, or a file that cannot be read
         _leave_out(f"{found.source} could not be read ({error})")
         return None
+
+
+def _looks_headed(trunk: list[_Shard], config) -> bool:
+    """Whether tensors are named as those of a head, or stand behind the trunk's."""
+    layers = text_config(config).get("num_hidden_layers")
+    for name in (name for shard in trunk for name in shard.tensors):
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if HEAD_LIKE.search(name) or (layer and layers and int(layer[1]) >= layers):
+            return True
+    return False
 
 
 def _leave_out(reason: str) -> None:

@@ -138,12 +138,12 @@ def convert(
     for key, value in {
         "num_hidden_layers": len(places),
         "first_k_dense_replace": 0,
-        "norm_head": False,
         "tie_word_embeddings": False,
     }.items():
         if hasattr(args, key):
             setattr(args, key, value)
-    done = module.Model.sanitize(SimpleNamespace(args=args), renamed)
+    model = SimpleNamespace(args=args, norm_head=False)
+    done = module.Model.sanitize(model, renamed)
     back = re.compile(rf"{trunk}\.layers\.(\d+)\.")
     kept = {name: x for name, x in tensors.items() if not layer.match(name)}
     return kept | {

@@ -52,14 +52,14 @@ DEEPSEEK = HeadSpec(
     "deepseek_v3",
     _appended("DeepseekV3DecoderLayer"),
     APPENDED,
-    source="arXiv:2412.19437, vLLM deepseek_mtp, SGLang deepseek_nextn",
+    source="SGLang deepseek_nextn, vLLM deepseek_mtp, arXiv:2412.19437",
 )
 GLM = HeadSpec(
     "GLM-4 MoE",
     "glm4_moe",
     _appended("DecoderLayer"),
     APPENDED,
-    source="vLLM glm4_moe_mtp, SGLang glm4_moe_nextn",
+    source="SGLang glm4_moe_nextn, vLLM glm4_moe_mtp",
 )
 GLM_LITE = HeadSpec(
     "GLM-4 MoE Lite",
@@ -210,6 +210,14 @@ BAILING = HeadSpec(
     source="vLLM bailing_moe_mtp, SGLang bailing_moe_nextn",
 )
 
+BAILING_MOE = replace(
+    BAILING,
+    family="Bailing MoE",
+    module="bailing_moe",
+    layers=_appended("BailingMoeDecoderLayer"),
+    source="SGLang bailing_moe_nextn",
+)
+
 _SPARSE = "its layer has sparse attention with a second cache, which heads do not keep"
 _UNKNOWN = "the wiring of its head is not published"
 REFUSED = {
@@ -247,6 +255,7 @@ for _types, _spec, _when in (
     (("ernie4_5_moe",), ERNIE, None),
     (("longcat_flash",), LONGCAT, None),
     (("bailing_hybrid",), BAILING, None),
+    (("bailing_moe",), BAILING_MOE, None),
 ):
     for _type in _types:
         HEADS.register(Entry(_type, _spec, _spec.family, _when))
