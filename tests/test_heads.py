@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from head_families import FAMILIES, tiny_checkpoint
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from tiny import plain_tokens, random_prompt
 
 from mlx_mtp.drafters import DraftContext, MTPHeadDrafter
@@ -16,6 +16,7 @@ from mlx_mtp.speculative import SpeculativeDecoder
 from mlx_mtp.targets import as_target, takes_heads
 
 DEPTH = 6  # past the windows of four
+LONG = ("qwen3_5", "deepseek_v3", "mimo_v2_flash", "step3p5")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -54,41 +55,93 @@ def expected_logits(reference, modules, tokens, hidden, drafts):
     return np.stack(logits)
 
 
+def commit(drafter, state, tokens, hidden, n, count, depth):
+    """A round behind ``n`` rows that kept ``count`` tokens: its rows of logits too."""
+    rows = np.full((4, 64), 7.0)  # slots behind count hold anything
+    rows[:count] = hidden[n : n + count]
+    new = np.full(4, -1)
+    new[:count] = tokens[n + 1 : n + 1 + count]
+    seen = []
+
+    def draw(row, i):
+        seen.append(row)
+        return mx.argmax(row, axis=-1).astype(mx.int32), None
+
+    context = DraftContext(
+        mx.array(new[None]),
+        mx.array([count]),
+        mx.array(rows[None], mx.float32),
+        (n + count + 63) // 64 * 64,
+        depth,
+        draw,
+    )
+    drafts, state = drafter.propose(state, context)
+    mx.eval(state, seen)
+    return np.array(drafts.tokens[0]), np.concatenate(list(map(np.array, seen))), state
+
+
+def start(drafter, tokens, hidden, n):
+    state = drafter.begin(mx.array(tokens[None, :n]), 640)
+    following = mx.array(tokens[None, 1 : n + 1])
+    return drafter.prefill(state, following, mx.array(hidden[None, :n], mx.float32), 64)
+
+
 def test_rows_and_chained_rows_are_the_references(tiny):
-    """Nine prompt rows, then rounds that keep one to four tokens, in any order."""
+    """Nine prompt rows, then rounds that keep one to four tokens: 200 of them for a
+    head of each kind of memory, 24 for the others."""
     rng = np.random.default_rng(0)
-    counts, n = [1, 3, 2, *rng.integers(1, 5, 7).tolist()], 9
+    rounds = 200 if tiny.family in LONG else 24
+    counts, n = rng.integers(1, 5, rounds).tolist(), 9
     tokens = rng.integers(0, 96, n + sum(counts) + 1)
     hidden = rng.normal(size=(n + sum(counts), 64))
-    as_rows = lambda x: mx.array(x[None], mx.float32)  # noqa: E731
-    drafter, prompt = tiny.drafter, mx.array(tokens[None, :n])
-    state = drafter.begin(prompt, 64)
-    following = mx.array(tokens[None, 1 : n + 1])
-    state = drafter.prefill(state, following, as_rows(hidden[:n]), 64)
-    for count in counts:
-        rows = np.full((4, 64), 7.0)  # slots behind count hold anything
-        rows[:count] = hidden[n : n + count]
-        new = np.full(4, -1)
-        new[:count] = tokens[n + 1 : n + 1 + count]
-        n, seen = n + count, []
+    state = start(tiny.drafter, tokens, hidden, n)
+    for i, count in enumerate(counts):
+        looks = i in (0, 1, 2, 3, rounds - 1)
+        drafts, ours, state = commit(
+            tiny.drafter, state, tokens, hidden, n, count, DEPTH if looks else 1
+        )
+        n += count
+        if looks:
+            modules = len(tiny.drafter.head.chain)
+            expected = expected_logits(
+                tiny.reference, modules, tokens[: n + 1], hidden[:n], drafts
+            )
+            assert np.abs(ours - expected).max() < 5e-4 * np.abs(expected).max()
+
+
+def test_rows_of_a_batch_do_not_see_each_other(tiny):
+    """Two sequences of one prompt length whose rounds keep different counts."""
+    rng = np.random.default_rng(1)
+    tokens, hidden = rng.integers(0, 96, (2, 40)), rng.normal(size=(2, 40, 64))
+    counts = [(1, 4), (3, 1), (2, 2), (4, 1)]
+    states = [
+        start(tiny.drafter, *pair, 9) for pair in zip(tokens, hidden, strict=True)
+    ]
+    both = tree_map(lambda *parts: mx.concatenate(parts), *states)
+    lengths = [9, 9]
+    for pair in counts:
+        alone, new, rows = [], np.full((2, 4), -1), np.zeros((2, 4, 64))
+        for b, count in enumerate(pair):
+            n = lengths[b]
+            _, logits, states[b] = commit(
+                tiny.drafter, states[b], tokens[b], hidden[b], n, count, 3
+            )
+            alone.append(logits)
+            new[b, :count] = tokens[b, n + 1 : n + 1 + count]
+            rows[b, :count] = hidden[b, n : n + count]
+            lengths[b] += count
+        seen = []
 
         def draw(row, i, seen=seen):
             seen.append(row)
             return mx.argmax(row, axis=-1).astype(mx.int32), None
 
         context = DraftContext(
-            mx.array(new[None]), mx.array([count]), as_rows(rows), 64, DEPTH, draw
+            mx.array(new), mx.array(pair), mx.array(rows, mx.float32), 64, 3, draw
         )
-        drafts, state = drafter.propose(state, context)
-        expected = expected_logits(
-            tiny.reference,
-            len(drafter.head.chain),
-            tokens[: n + 1],
-            hidden[:n],
-            np.array(drafts.tokens[0]),
-        )
-        ours = np.concatenate([np.array(row) for row in seen])
-        assert np.abs(ours - expected).max() < 2e-4 * np.abs(expected).max()
+        _, both = tiny.drafter.propose(both, context)
+        together = np.array(mx.stack(seen, axis=1))
+        assert np.allclose(together, np.stack(alone), rtol=1e-4, atol=2e-4)
 
 
 def test_hidden_rows_make_the_logits(tiny):
@@ -130,3 +183,24 @@ def test_a_saved_head_is_the_head_however_often(tiny, tmp_path):
         ours, theirs = (dict(tree_flatten(h.parameters())) for h in (head, first))
         assert ours.keys() == theirs.keys()
         assert all(mx.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_fp8_blocks_of_a_raw_head_are_scaled(tmp_path):
+    """As DeepSeek V3 was published: 8-bit weights with a scale for 128 x 128 values."""
+    plain = tiny_checkpoint("deepseek_v3", tmp_path)
+    file = str(tmp_path / "model.safetensors")
+    tensors = mx.load(file)
+    for part in ("eh_proj", "self_attn.kv_b_proj", "mlp.experts.1.up_proj"):
+        name = f"model.layers.2.{part}.weight"
+        tensors[name] = mx.to_fp8(tensors[name] / 4)
+        tensors[name + "_scale_inv"] = mx.full((1, 1), 4.0)
+    mx.save_safetensors(file, tensors, {"format": "pt"})
+    ours = load_head(tmp_path, plain.config, mx.float32)
+    tiny_checkpoint("deepseek_v3", tmp_path)
+    exact = load_head(tmp_path, plain.config, mx.float32)
+    for x, y in zip(
+        (ours.fc.weight, ours.layers[0].self_attn.embed_q.weight),
+        (exact.fc.weight, exact.layers[0].self_attn.embed_q.weight),
+        strict=True,
+    ):
+        assert 0 < mx.abs(x - y).max() < 0.1 * mx.abs(y).max()

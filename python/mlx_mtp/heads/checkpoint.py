@@ -127,29 +127,30 @@ def convert(
         return stack_experts(tensors)
     module = _models(converter)
     args = _arguments(module, text_config(config))
-    layer = re.compile(r"(more\.\d+\.)?layers\.(\d+)\.")
+    layer = re.compile(r"(more\.\d+\.)?layers\.\d+\.")
     places = sorted({m.group() for name in tensors if (m := layer.match(name))})
-    trunk = spec.trunk
-    renamed = {
-        f"{trunk}.layers.{places.index(m.group())}.{name[m.end() :]}": x
-        for name, x in tensors.items()
-        if (m := layer.match(name))
-    }
+    places = {f"{spec.trunk}.layers.{i}.": place for i, place in enumerate(places)}
+    places[f"{spec.trunk}.head."] = ""
+    there = {ours: theirs for theirs, ours in places.items()}
+
+    def renamed(name):
+        match = layer.match(name)
+        ours = match.group() if match else ""
+        return there[ours] + name[len(ours) :]
+
     for key, value in {
-        "num_hidden_layers": len(places),
+        "num_hidden_layers": len(places) - 1,
         "first_k_dense_replace": 0,
         "tie_word_embeddings": False,
     }.items():
         if hasattr(args, key):
             setattr(args, key, value)
-    model = SimpleNamespace(args=args, norm_head=False)
-    done = module.Model.sanitize(model, renamed)
-    back = re.compile(rf"{trunk}\.layers\.(\d+)\.")
-    kept = {name: x for name, x in tensors.items() if not layer.match(name)}
-    return kept | {
-        places[int(back.match(name)[1])] + name[back.match(name).end() :]: x
-        for name, x in done.items()
-    }
+    done = module.Model.sanitize(
+        SimpleNamespace(args=args, norm_head=False),
+        {renamed(name): x for name, x in tensors.items()},
+    )
+    back = re.compile("|".join(map(re.escape, places)))
+    return {back.sub(lambda m: places[m.group()], n, 1): x for n, x in done.items()}
 
 
 def stack_experts(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
