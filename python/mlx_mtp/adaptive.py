@@ -43,6 +43,9 @@ class Pace(Protocol):
         Accepted drafts behind the end of the stream are no gain and do not count.
         """
 
+    def limit(self, depth: int) -> None:
+        """Goes no deeper than this from now on."""
+
 
 class FixedDepth:
     """The same depth for every round."""
@@ -52,6 +55,10 @@ class FixedDepth:
 
     def add(self, accepted: int, seconds: float) -> None:
         """Changes nothing."""
+
+    def limit(self, depth: int) -> None:
+        """Goes no deeper than this from now on."""
+        self.depth = self.max_depth = min(self.depth, depth)
 
 
 class Costs:
@@ -192,6 +199,13 @@ class AdaptiveDepth:
         if self._rounds > SETTLE:
             self.costs.add(self.depth, seconds)
         self._choose()
+
+    def limit(self, depth: int) -> None:
+        """Goes no deeper than this from now on."""
+        self.max_depth = min(self.max_depth, depth)
+        self.min_depth = min(self.min_depth, depth)
+        if self.depth > depth:
+            self._move(depth)
 
     def _choose(self) -> None:
         if self.depth == 0:

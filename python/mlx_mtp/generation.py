@@ -23,6 +23,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .drafters import Drafter, MTPHeadDrafter
 from .grammar import Grammar
+from .memory import MemoryPolicy
 from .ops import sample, verify_coupled
 from .reasoning import ThinkingBudget
 from .sampling import SamplingParams, check_seed, stream_key
@@ -202,6 +203,7 @@ def stream_generate(
     stop: str | Sequence[str] | None = None,
     thinking_budget: int | ThinkingBudget | None = None,
     grammar: Grammar | Mapping | None = None,
+    memory: MemoryPolicy | None = None,
     **kwargs,
 ) -> Iterator[Response]:
     """``mlx_lm.stream_generate`` with multi-token prediction.
@@ -224,6 +226,8 @@ def stream_generate(
         grammar (Grammar or dict, optional): What the answer must fit, in every mode; a
             dict is a JSON schema. It begins behind the thought that the prompt has
             opened, and ends the stream. Needs llguidance.
+        memory (MemoryPolicy, optional): What happens when drafts would take too much
+            memory. Default: the policy that the model was loaded with, if any.
         num_draft_tokens (int or str): Depth for ``"auto"`` and a ``Drafter``;
             ``"adaptive"`` chooses it round by round, see ``SpeculativeDecoder``.
             Default: ``3``.
@@ -245,6 +249,7 @@ def stream_generate(
         ReasoningError: The thinking budget cannot be kept, or the grammar is not
             supported.
         ImportError: llguidance is missing.
+        MemoryBudgetExceeded: The policy forbids to go on.
     """
     if max_tokens == 0:
         raise ValueError("max_tokens must not be 0 (-1 is no limit).")
@@ -263,6 +268,7 @@ def stream_generate(
         stream,
         seed,
         controller,
+        memory_policy(model, memory),
         kwargs,
     )
     if draft_model is not None:
@@ -319,6 +325,7 @@ class _Request:
     stream: mx.Stream
     seed: int | None
     controller: Controller | None
+    memory: MemoryPolicy | None
     options: dict[str, Any]
 
     @property
@@ -402,13 +409,23 @@ def _speculate(
         depth = request.options.get("num_draft_tokens", DEFAULT_DEPTH)
         decoder = find_decoder(request.model, mtp, depth)
         if decoder is None:
-            reason = "the model has no MTP head"
+            reason = missing_head(request.model)
     if reason is not None:
         return None, reason
     try:
         return _open(request, decoder), None
     except UnsupportedCache as error:
         return None, str(error)
+
+
+def memory_policy(model, memory: MemoryPolicy | None) -> MemoryPolicy | None:
+    """The policy given, or else the one that ``load`` left on the model."""
+    return getattr(model, "mtp_memory", None) if memory is None else memory
+
+
+def missing_head(model) -> str:
+    """Why a model has no head."""
+    return getattr(model, "mtp_reason", None) or "the model has no MTP head"
 
 
 def _plain_reason(request: _Request) -> str | None:
@@ -483,6 +500,7 @@ def _open(request: _Request, decoder: SpeculativeDecoder) -> SpeculativeIterator
         progress=options.get("prompt_progress_callback"),
         kv_bits=options.get("kv_bits"),
         kv_group_size=options.get("kv_group_size", 64),
+        memory=request.memory,
         quantized_kv_start=options.get(
             "quantized_kv_start", DEFAULT_QUANTIZED_KV_START
         ),

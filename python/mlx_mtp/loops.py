@@ -15,6 +15,7 @@ from mlx_lm.models.cache import (
 )
 
 from .generation import MTP, Depth, bind_sampler, drawing, find_decoder
+from .memory import MemoryPolicy
 from .shaping import Controller, Processor
 from .speculative import SpeculativeDecoder, Step
 from .state import UnsupportedCache, classify
@@ -54,19 +55,27 @@ class Loop(Protocol):
         """As ``SpeculativeDecoder.stream``. ``progress`` may raise to stop it."""
 
 
-def find_loop(model, mtp: MTP, depth: Depth, sampler) -> Loop:
+def find_loop(
+    model, mtp: MTP, depth: Depth, sampler, memory: MemoryPolicy | None = None
+) -> Loop:
     """The loop that ``mtp`` asks for, as ``stream_generate`` chooses it."""
     decoder = None if mtp is None else find_decoder(model, mtp, depth)
     if decoder is not None and _adapters(decoder.target) is not None:
-        return SpeculativeLoop(decoder, sampler)
+        return SpeculativeLoop(decoder, sampler, memory)
     return PlainLoop(model, sampler)
 
 
 class SpeculativeLoop:
-    def __init__(self, decoder: SpeculativeDecoder, sampler):
-        self.decoder = decoder
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        sampler,
+        memory: MemoryPolicy | None = None,
+    ):
+        self.decoder, self.memory = decoder, memory
         self.make_cache = decoder.target.make_cache
-        self.feed, self.snapshot = decoder.feed, decoder.snapshot
+        self.feed = partial(decoder.feed, memory=memory)
+        self.snapshot = decoder.snapshot
         self.drawing = drawing(sampler)
 
     def restore(self, caches, snapshot, surplus):
@@ -77,7 +86,12 @@ class SpeculativeLoop:
         if seed is not None and "sampler" in self.drawing:
             mx.random.seed(seed)
         return self.decoder.stream(
-            prompt, caches=caches, seed=seed, **self.drawing, **options
+            prompt,
+            caches=caches,
+            seed=seed,
+            memory=self.memory,
+            **self.drawing,
+            **options,
         )
 
 

@@ -20,9 +20,10 @@ from typing import Any, Literal
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .generation import DEFAULT_DEPTH, MTP, Depth
+from .generation import DEFAULT_DEPTH, MTP, Depth, memory_policy
 from .grammar import Grammar, GrammarMatcher, call_grammar, load_vocabulary
 from .loops import Loop, find_loop
+from .memory import MemoryPolicy
 from .reasoning import (
     PROTOCOLS,
     Call,
@@ -117,7 +118,7 @@ class Session:
         tools (list, optional): Declarations of tools, as in chat templates.
         reasoning (ReasoningConfig or str, optional): How the model thinks, or the
             name of its family. Default: found from the model and its chat template.
-        mtp, num_draft_tokens, sampler: As in ``stream_generate``.
+        mtp, num_draft_tokens, sampler, memory: As in ``stream_generate``.
         max_tokens (int): Limit of a turn; -1 is none.
 
     Raises:
@@ -142,6 +143,7 @@ class Session:
         mtp: MTP = "auto",
         num_draft_tokens: Depth = DEFAULT_DEPTH,
         sampler=None,
+        memory: MemoryPolicy | None = None,
         max_tokens: int = 1024,
     ):
         if not isinstance(tokenizer, TokenizerWrapper):
@@ -155,7 +157,8 @@ class Session:
             capabilities = {capabilities}
         self._check_capabilities({*capabilities, *(["tools"] if tools else [])})
         self._vocabulary = Vocabulary.from_tokenizer(tokenizer)
-        self._loop: Loop = find_loop(model, mtp, num_draft_tokens, sampler)
+        memory = memory_policy(model, memory)
+        self._loop: Loop = find_loop(model, mtp, num_draft_tokens, sampler, memory)
         self._system = system
         self._cancelled = threading.Event()
         self._running = False

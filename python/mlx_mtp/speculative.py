@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 
 from .adaptive import Acceptance, AdaptiveDepth, Costs, FixedDepth, Pace
 from .drafters import DrafterMismatch
+from .memory import Footprint, MemoryPolicy, Watch
 from .round import Round
 from .sampling import SamplingParams, stream_key
 from .shaping import Controller, Processor, RowShaper, Sampler
@@ -105,6 +106,7 @@ class SpeculativeDecoder:
         kv_bits: int | None = None,
         kv_group_size: int = 64,
         quantized_kv_start: int = 0,
+        memory: MemoryPolicy | None = None,
     ) -> SpeculativeIterator:
         """Decodes one stream; iterate over the result for ``Step`` objects.
 
@@ -135,11 +137,14 @@ class SpeculativeDecoder:
             kv_group_size (int): Values that share a scale.
             quantized_kv_start (int): Cached tokens from which on they are quantised.
                 No round crosses that point, so it is exactly where ``mlx_lm`` has it.
+            memory (MemoryPolicy, optional): What happens when drafts would take too
+                much memory. Caches to be quantised later count as they are.
 
         Raises:
             ValueError: An argument is out of range.
             UnsupportedCache: A cache cannot be rolled back; nothing was written.
             UnusableLogits: While iterating, the model gave unusable logits.
+            MemoryBudgetExceeded: While iterating, ``memory`` forbids to go on.
         """
         _check_limits(max_tokens, prefill_step_size)
         params = params or SamplingParams()
@@ -177,6 +182,7 @@ class SpeculativeDecoder:
             quantisation=_check_quantisation(
                 caches, kv_bits, kv_group_size, quantized_kv_start
             ),
+            memory=self._watch(memory, caches),
         )
         return SpeculativeIterator(stream)
 
@@ -187,6 +193,7 @@ class SpeculativeDecoder:
         *,
         prefill_step_size: int = 2048,
         progress: Callable[[int, int], None] | None = None,
+        memory: MemoryPolicy | None = None,
     ) -> None:
         """Feeds a prompt, or a part of one, into the caches and emits nothing.
 
@@ -208,6 +215,7 @@ class SpeculativeDecoder:
             keys=stream_key(0),
             prefill_step_size=prefill_step_size,
             progress=progress,
+            memory=self._watch(memory, caches),
         ).feed()
 
     def snapshot(self, caches: list[Any]) -> Snapshot:
@@ -230,6 +238,13 @@ class SpeculativeDecoder:
             adapter.rewind(cache, mark)
         if snapshot.turn is not None:
             self._turns[caches[0]] = snapshot.turn
+
+    def _watch(self, policy: MemoryPolicy | None, caches) -> Watch | None:
+        """Holds a stream over these caches to a policy."""
+        if policy is None or policy.action == "allow":
+            return None
+        adapters = classify(caches, self.target.adapters)
+        return Watch(policy, Footprint(self.target, self.drafter, caches, adapters))
 
     def _pace(self, greedy: bool, plain: bool) -> Pace:
         """Says the depth of a stream's rounds, and whether it may be plain."""

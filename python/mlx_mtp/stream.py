@@ -15,6 +15,7 @@ import mlx.core as mx
 from .adaptive import Pace
 from .drafters import Drafts
 from .drafters.base import DrafterState
+from .memory import Watch
 from .round import Proposal, Round, RoundState, StepDown, drafting
 from .shaping import Controller, Decision, RowShaper, apply_mask, block_masks
 from .state import cached_tokens, newest
@@ -170,6 +171,7 @@ class Stream:
         prefill_step_size: int,
         progress: Callable[[int, int], None] | None,
         quantisation: Quantisation | None = None,
+        memory: Watch | None = None,
     ):
         self.telemetry = Telemetry()
         self._find_round, self._pace = find_round, pace
@@ -190,6 +192,7 @@ class Stream:
         if shaper is not None and shaper.always:
             self.telemetry.fallback = "split round: processors or sampler on the host"
 
+        self._memory, self._watched = memory, 0  # up to this capacity
         self._capacity = self._attended = 0
         self._turn: Turn | None = None  # at rest
         self._loose: list[tuple[mx.array, mx.array | None]] = []  # not in it yet
@@ -242,6 +245,7 @@ class Stream:
         Returns the logits behind the newest token, if it is in the caches.
         """
         while True:
+            self._heed(self._length + 2 * self._round.width)
             if pending.counts is None and not self._host_decides:
                 pending = self._mask(pending)
             # The next round is built while this one runs, and submitted once this
@@ -297,6 +301,7 @@ class Stream:
         self._masked = self._masks
         token, row = self._draw(logits)
         while True:
+            self._heed(self._cached + self._round.width)
             marks = [a.mark_step(c) for a, c in self._parts]
             before = len(self._loose)
             try:
@@ -419,7 +424,8 @@ class Stream:
             self._always or self._free < 2 * self._round.width
         )
         more = self.telemetry.emitted + 1 < self._max_tokens
-        return self._traced and more and not near
+        same = self._pace.depth == self._round.depth
+        return self._traced and more and same and not near
 
     @property
     def _cached(self) -> int:
@@ -481,16 +487,47 @@ class Stream:
         reserved = int(min(self._max_tokens, MAX_RESERVED))
         spare = 2 * (self._pace.max_depth + 1)
         self._capacity = bucket(cached + total + reserved + spare)
+        if self._memory is not None:
+            self._watched = self._capacity
+            args = cached + total, self._prefill_step_size
+            self._bound(self._memory.start(*self._wanted, *args))
         if turn is not None and turn.length == cached:
             state = turn.draft_state
             if state is not None:
                 state = self._try_draft(self._drafter.grow, state, self._capacity)
             return replace(turn, draft_state=state)
         state = None
-        if self._drafter.needs_hidden:
+        if self._follows:
             start = self._prompt[None, :0]
             state = self._try_draft(self._drafter.begin, start, self._capacity)
         return Turn(cached, self._prompt[:0], state, None)
+
+    def _heed(self, length: int) -> None:
+        """Asks the memory policy before rounds of ``length`` tokens need more room."""
+        if self._memory is None or bucket(length) <= self._watched:
+            return
+        if not self._pace.max_depth:
+            return  # no rounds any more
+        self._watched = bucket(2 * bucket(length))
+        self._bound(self._memory.grow(*self._wanted))
+
+    @property
+    def _wanted(self) -> tuple[int, int]:
+        """The room to ask for, and the depth."""
+        return self._watched, self._pace.max_depth
+
+    def _bound(self, choice: tuple[int, str | None]) -> None:
+        """Keeps to the depth that memory allows."""
+        depth, reason = choice
+        if reason is not None:
+            self.telemetry.fallback = reason
+            self.telemetry.step_downs += not depth
+            self._pace.limit(depth)
+
+    @property
+    def _follows(self) -> bool:
+        """Whether the drafter is given the target's hidden rows."""
+        return self._drafter.needs_hidden and self._pace.max_depth > 0
 
     def _feed(self, tokens: mx.array) -> mx.array:
         """Feeds tokens through the caches in one forward; the last row's logits."""
@@ -517,7 +554,7 @@ class Stream:
         turn = self._turn
         length = turn.length + tokens.size
         known = mx.concatenate([turn.tokens, tokens])
-        if not self._drafter.needs_hidden:
+        if not self._follows:
             return Turn(length, known, None, None)
         if hidden is None:
             self._step_down("the model gave no hidden rows")
@@ -684,7 +721,7 @@ class Stream:
         self._state = self._replayable = self._block = None
         leaves = state["leaves"] = None
         # Once a later round has been submitted the rows of this one are gone.
-        if self._drafter.needs_hidden and behind is None and "draft" in state:
+        if self._follows and behind is None and "draft" in state:
             rows = state["hidden"]
             draft_state = self._try_draft(self._kept, state["draft"], block, rows)
             hidden = rows[:, block.cached :][:, :1]

@@ -1,0 +1,233 @@
+"""Plans of memory against what MLX measures, and policies at load and in streams."""
+
+import gc
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
+from tiny import (
+    ScriptedDrafter,
+    plain_tokens,
+    random_head,
+    random_prompt,
+    tiny_llama,
+    tiny_qwen,
+)
+
+from mlx_mtp import DraftModelDrafter, NGramDrafter
+from mlx_mtp.memory import (
+    Footprint,
+    MemoryBudgetExceeded,
+    MemoryPolicy,
+    Watch,
+)
+from mlx_mtp.sampling import SamplingParams
+from mlx_mtp.speculative import SpeculativeDecoder
+from mlx_mtp.state import classify
+from mlx_mtp.stream import bucket
+from mlx_mtp.targets import as_target
+
+# A plan may be this much below and above what MLX measures beside the weights.
+BELOW, ABOVE = 0.9, 1.5
+
+
+def measured(target, drafter, prompt, tokens, depth, make=None, chunk=2048):
+    """Bytes of a stream at its peak beside what there was, and the plan's."""
+    decoder = SpeculativeDecoder(target, drafter, depth)
+    caches = None if make is None else [make() for _ in target.make_cache()]
+    adapters = classify(caches or target.make_cache(), target.adapters, depth + 1)
+    footprint = Footprint(target, drafter, caches, adapters)
+    plan = footprint.plan(
+        bucket(prompt + tokens + 2 * depth + 2), depth, prompt=prompt, chunk=chunk
+    )
+    mx.eval(drafter.weights(), target.weights())
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    rows = random_prompt(prompt, target.vocab_size, 1)
+    for _ in decoder.stream(
+        rows,
+        max_tokens=tokens,
+        params=SamplingParams(1.0),
+        caches=caches,
+        prefill_step_size=chunk,
+    ):
+        pass
+    extra = plan.total - plan.weights - plan.drafter
+    return mx.get_peak_memory() - before, extra
+
+
+@pytest.fixture(scope="module")
+def parts():
+    llama = as_target(tiny_llama(vocab=2000))
+    qwen = as_target(tiny_qwen(hidden=128))
+    return {
+        "llama": (llama, NGramDrafter()),
+        "vocab": (as_target(tiny_llama(vocab=60000)), NGramDrafter()),
+        "draft": (llama, DraftModelDrafter(llama, llama)),
+        "qwen": (qwen, NGramDrafter()),
+        "head": (qwen, random_head(qwen, hidden=128)),
+    }
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("name", "prompt", "tokens", "depth", "chunk", "make"),
+    [
+        ("llama", 700, 60, 3, 2048, None),  # scores of the prompt
+        ("llama", 1500, 60, 3, 16, None),  # caches
+        ("llama", 1500, 60, 8, 16, None),
+        ("llama", 700, 60, 3, 16, lambda: QuantizedKVCache(group_size=32)),
+        ("llama", 700, 90, 3, 16, lambda: RotatingKVCache(256)),
+        ("vocab", 40, 30, 4, 2048, None),  # logits
+        ("draft", 600, 40, 3, 16, None),
+        ("qwen", 300, 60, 3, 16, None),
+        ("qwen", 300, 60, 8, 16, None),
+        ("head", 300, 60, 3, 16, None),
+        ("head", 700, 60, 3, 2048, None),
+    ],
+)
+def test_a_plan_is_what_mlx_measures(parts, name, prompt, tokens, depth, chunk, make):
+    peak, planned = measured(*parts[name], prompt, tokens, depth, make, chunk)
+    assert BELOW * peak < planned < ABOVE * peak, planned / peak
+
+
+PROMPT = random_prompt(20, 128, 3)
+
+
+class Scene:
+    """A small model, what it says, and plans of streams over it."""
+
+    def __init__(self, model, drafter=None):
+        self.target = as_target(model)
+        self.truth = plain_tokens(model, PROMPT, 280)
+        self.drafter = drafter or ScriptedDrafter(self.truth, 128, [2, 0])
+        self.decoder = SpeculativeDecoder(self.target, self.drafter, 3)
+        self.footprint = Footprint(self.target, self.drafter)
+
+    def total(self, capacity, depth):
+        return self.footprint.plan(capacity, depth, prompt=len(PROMPT)).total
+
+    def check(self, memory, tokens=150, caches=None, **options):
+        """The stream is that of plain decoding whatever the policy; telemetry."""
+        caches = caches or self.target.make_cache()
+        steps = self.decoder.stream(
+            PROMPT, max_tokens=tokens, caches=caches, memory=memory, **options
+        )
+        assert [step.token for step in steps] == self.truth[:tokens]
+        assert caches[-1].offset == len(PROMPT) + tokens
+        return steps.telemetry
+
+
+@pytest.fixture(scope="module", params=["llama", "head"])
+def scene(request):
+    if request.param == "llama":
+        return Scene(request.getfixturevalue("llama"))
+    model = request.getfixturevalue("qwen")
+    return Scene(model, random_head(as_target(model)))
+
+
+@pytest.fixture(autouse=True)
+def nothing_else(monkeypatch):
+    """The other models of the tests are not counted."""
+    monkeypatch.setattr(Watch, "_others", lambda self, held: 0)
+
+
+def capacity(tokens):
+    return bucket(len(PROMPT) + tokens + 8)
+
+
+def test_what_fits_is_decoded_with_drafts(scene):
+    budget = scene.total(capacity(150), 3)
+    for action in ("fail", "fallback", "shrink"):
+        telemetry = scene.check(MemoryPolicy(budget, action))
+        assert telemetry.depths.keys() == {3} and telemetry.fallback is None
+    assert scene.check(MemoryPolicy(0, "allow")).depths.keys() == {3}
+
+
+def test_fallback_is_plain_decoding_with_the_reason(scene):
+    budget = scene.total(capacity(150), 3) - 1
+    telemetry = scene.check(MemoryPolicy(budget, "fallback"))
+    assert telemetry.rounds == telemetry.draft_calls == 0
+    assert telemetry.step_downs == 1 and telemetry.depths.keys() == {0}
+    assert telemetry.fallback.startswith(
+        "memory: Decoding 256 tokens with 3 drafts a round takes 0.00"
+    )
+
+
+def test_shrink_takes_the_deepest_that_fits(scene):
+    for depth in (2, 1, 0):
+        budget = scene.total(capacity(150), depth) if depth else 1
+        telemetry = scene.check(MemoryPolicy(budget, "shrink"))
+        assert telemetry.depths.keys() == {depth}
+        assert "3 drafts" in telemetry.fallback
+
+
+def test_whatever_else_mlx_holds_counts(scene, monkeypatch):
+    monkeypatch.undo()
+    gc.collect()
+    free = scene.total(capacity(150), 3) - scene.footprint.weights + 2**16
+    memory = MemoryPolicy(mx.get_active_memory() + free)
+    assert scene.check(memory).fallback is None
+    ballast = mx.zeros((2**19,))
+    mx.eval(ballast)
+    assert "others 0.0" in scene.check(memory).fallback
+
+
+def test_fail_names_the_numbers_and_touches_nothing(scene):
+    caches, budget = scene.target.make_cache(), scene.total(capacity(150), 3) - 1
+    steps = scene.decoder.stream(
+        PROMPT, max_tokens=150, caches=caches, memory=MemoryPolicy(budget, "fail")
+    )
+    with pytest.raises(MemoryBudgetExceeded, match="Use a shorter context") as caught:
+        next(steps)
+    assert caught.value.budget == budget == caught.value.plan.total - 1
+    assert all(cache.empty() for cache in caches)
+    scene.check(None, caches=caches)  # the next request works
+
+
+def test_adaptive_depth_stays_within_what_fits(scene):
+    decoder = SpeculativeDecoder(scene.target, scene.drafter, "adaptive")
+    for depth in (2, 0):
+        budget = scene.total(bucket(len(PROMPT) + 150 + 18), depth) if depth else 1
+        steps = decoder.stream(
+            PROMPT, max_tokens=150, memory=MemoryPolicy(budget, "shrink")
+        )
+        assert [step.token for step in steps] == scene.truth[:150]
+        assert max(steps.telemetry.depths) <= depth
+
+
+@pytest.fixture
+def reserves_little(monkeypatch):
+    """A stream of 280 tokens begins with room for 256 and grows to 768."""
+    monkeypatch.setattr("mlx_mtp.stream.MAX_RESERVED", 30)
+
+
+@pytest.mark.parametrize("processors", [[], [lambda tokens, logits: logits]])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_stream_that_grows_is_checked_again(
+    scene, reserves_little, depth, processors
+):
+    budget = scene.total(768, depth) if depth else scene.total(256, 3)
+    memory = MemoryPolicy(budget, "shrink" if depth else "fallback")
+    telemetry = scene.check(memory, 280, processors=processors)
+    assert telemetry.depths.keys() == {3, depth}
+    assert "768 tokens with 3 drafts" in telemetry.fallback
+    assert telemetry.step_downs == (depth == 0)
+
+
+def test_a_stream_that_fails_as_it_grows_leaves_what_it_emitted(scene, reserves_little):
+    caches, tokens = scene.target.make_cache(), []
+    memory = MemoryPolicy(scene.total(256, 3), "fail")
+    with pytest.raises(MemoryBudgetExceeded, match="768 tokens"):
+        for step in scene.decoder.stream(
+            PROMPT, max_tokens=280, caches=caches, memory=memory
+        ):
+            tokens.append(step.token)
+    assert 200 < len(tokens) < 240 and tokens == scene.truth[: len(tokens)]
+    assert caches[-1].offset == len(PROMPT) + len(tokens)
+    # What the caches hold goes on as one prompt would.
+    row = scene.target.prefill(mx.array([tokens[-1:]]), caches).logits[:, -1]
+    rows = mx.array([[*PROMPT, *tokens, tokens[-1]]])
+    whole = scene.target.prefill(rows, scene.target.make_cache()).logits[:, -1]
+    assert mx.allclose(row, whole, atol=1e-4)
