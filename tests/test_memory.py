@@ -27,8 +27,9 @@ from mlx_mtp.state import classify
 from mlx_mtp.stream import bucket
 from mlx_mtp.targets import as_target
 
-# A plan may be this much below and above what MLX measures beside the weights.
-BELOW, ABOVE = 0.9, 1.5
+# A plan may be this part of what MLX measures beside the weights, which depends on how
+# far the device lags behind the host.
+BELOW, ABOVE = 0.85, 2.0
 
 
 def measured(target, drafter, prompt, tokens, depth, make=None, chunk=2048):
