@@ -1,6 +1,8 @@
 """Plans of memory against what MLX measures, and policies at load and in streams."""
 
 import gc
+import json
+import shutil
 
 import mlx.core as mx
 import pytest
@@ -14,7 +16,15 @@ from tiny import (
     tiny_qwen,
 )
 
-from mlx_mtp import DraftModelDrafter, NGramDrafter
+from mlx_mtp import (
+    DraftModelDrafter,
+    MTPHeadDrafter,
+    NGramDrafter,
+    Session,
+    load,
+    stream_generate,
+)
+from mlx_mtp.loading import DEMO
 from mlx_mtp.memory import (
     Footprint,
     MemoryBudgetExceeded,
@@ -232,3 +242,107 @@ def test_a_stream_that_fails_as_it_grows_leaves_what_it_emitted(scene, reserves_
     rows = mx.array([[*PROMPT, *tokens, tokens[-1]]])
     whole = scene.target.prefill(rows, scene.target.make_cache()).logits[:, -1]
     assert mx.allclose(row, whole, atol=1e-4)
+
+
+# Loading
+
+
+def planned(depth):
+    """Bytes that loading the demo is planned with."""
+    model, _ = load(lazy=True)
+    target = as_target(model)
+    drafter = MTPHeadDrafter(model.mtp_head.head, target) if depth else None
+    plan = Footprint(target, drafter).plan(bucket(512), depth, prompt=512)
+    return plan.total
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """As if MLX held nothing yet."""
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 0)
+
+
+def policy(budget, action="fallback"):
+    return MemoryPolicy(budget, action, context=512)
+
+
+def test_a_head_is_left_out_where_only_the_model_fits(alone):
+    with pytest.warns(UserWarning, match="left out: memory: Decoding 512 tokens"):
+        model, tokenizer = load(memory=policy(planned(3) - 1))
+    assert model.mtp_head is None
+    *_, last = stream_generate(model, tokenizer, "Hi", max_tokens=4)
+    assert last.mtp.rounds == 0 and "memory: Decoding" in last.mtp.fallback
+    with pytest.raises(ValueError, match="no head: memory: Decoding 512 tokens"):
+        next(stream_generate(model, tokenizer, "Hi", mtp=2))
+
+
+def test_streams_keep_to_the_policy_of_their_model(alone):
+    memory = policy(planned(3))
+    model, tokenizer = load(memory=memory, probe=False)
+    for options, rounds in (
+        ({}, True),
+        ({"memory": MemoryPolicy(0)}, False),
+        ({"memory": MemoryPolicy(0, "allow")}, True),
+    ):
+        *_, last = stream_generate(model, tokenizer, "Hi", max_tokens=4, **options)
+        assert (last.mtp.rounds > 0) == rounds == (last.mtp.fallback is None)
+    session = Session(model, tokenizer, memory=MemoryPolicy(0))
+    reply = session.respond("What is 57 + 68?", max_tokens=30)
+    assert reply.usage.telemetry[0].fallback.startswith("memory: ")
+    assert reply.usage.accepted_drafts == 0
+    free = Session(model, tokenizer, memory=MemoryPolicy(0, "allow"))
+    again = free.respond("What is 57 + 68?", max_tokens=30)
+    assert (reply.text, reply.reasoning) == (again.text, again.reasoning)
+
+
+def test_shrinking_keeps_a_head_that_fits_at_some_depth(alone):
+    assert load(memory=policy(planned(1), "shrink"), probe=False)[0].mtp_head
+
+
+def test_what_must_fit_is_not_loaded(alone):
+    with pytest.raises(MemoryBudgetExceeded, match="3 drafts a round takes"):
+        load(memory=policy(planned(3) - 1, "fail"))
+    with pytest.raises(MemoryBudgetExceeded, match="no drafts a round takes"):
+        load(memory=policy(planned(0) - 1, "fail"), mtp=False)
+    assert load(memory=policy(planned(0), "fail"), mtp=False)[0].mtp_head is None
+
+
+@pytest.mark.parametrize("kind", ["file", "architecture"])
+def test_embedding_models_are_never_decoded_with_drafts(tmp_path, kind):
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder)
+    if kind == "file":
+        (folder / "modules.json").write_text("[]")
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        config["architectures"] = ["Qwen3ForSequenceClassification"]
+        (folder / "config.json").write_text(json.dumps(config))
+    model, tokenizer = load(folder)
+    assert model.mtp_head is None
+    for mtp in ("auto", 2, NGramDrafter()):
+        *_, last = stream_generate(model, tokenizer, "Hi", mtp=mtp, max_tokens=3)
+        assert last.mtp.rounds == 0
+        assert "an embedding or reranking model" in last.mtp.fallback
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": -1}, "budget must not be negative"),
+        ({"action": "swap"}, "action must be one of allow, fallback, fail, shrink"),
+        ({"context": 0}, "context must be positive"),
+    ],
+)
+def test_bad_policies_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        MemoryPolicy(**options)
+
+
+def test_the_budget_is_the_devices_working_set(monkeypatch):
+    info = {"max_recommended_working_set_size": 12 * 10**9, "memory_size": 16 * 10**9}
+    monkeypatch.setattr(mx, "device_info", lambda device: info)
+    assert MemoryPolicy().limit == 12 * 10**9
+    info.pop("max_recommended_working_set_size")
+    assert MemoryPolicy().limit == 12 * 10**9  # three quarters
+    info.clear()
+    assert 10**8 < MemoryPolicy().limit < 10**14

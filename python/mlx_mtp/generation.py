@@ -349,11 +349,14 @@ class _Decoders:
 
 
 def find_decoder(model, mtp: MTP, depth: Depth) -> SpeculativeDecoder | None:
-    """The decoder that ``mtp`` asks for; None if "auto" finds no head.
+    """The decoder that ``mtp`` asks for; None if "auto" finds no head, and for models
+    that are not made to generate text.
 
     Raises:
         ValueError: ``mtp`` or ``depth`` is none, or the model has no head for a depth.
     """
+    if getattr(model, "mtp_never", None):
+        return None
     if isinstance(mtp, SpeculativeDecoder):
         return mtp
     depth_given = isinstance(mtp, Integral) and not isinstance(mtp, bool)
@@ -374,8 +377,8 @@ def find_decoder(model, mtp: MTP, depth: Depth) -> SpeculativeDecoder | None:
         return decoders.get(mtp, depth)
     if decoders.head is None:
         raise ValueError(
-            "mtp is a depth but the model has no MTP head. Load a model that has one "
-            "with mlx_mtp.load, or pass a drafter."
+            f"mtp is a depth but there is no head: {missing_head(model)}. Load a model "
+            "that has one with mlx_mtp.load, or pass a drafter."
         )
     return decoders.get(decoders.head, int(mtp))
 
@@ -425,7 +428,10 @@ def memory_policy(model, memory: MemoryPolicy | None) -> MemoryPolicy | None:
 
 def missing_head(model) -> str:
     """Why a model has no head."""
-    return getattr(model, "mtp_reason", None) or "the model has no MTP head"
+    for name in ("mtp_never", "mtp_reason"):
+        if reason := getattr(model, name, None):
+            return reason
+    return "the model has no MTP head"
 
 
 def _plain_reason(request: _Request) -> str | None:

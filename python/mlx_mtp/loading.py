@@ -29,9 +29,12 @@ from .drafters import (
     Gemma4Assistant,
     Gemma4AssistantDrafter,
     MTPHead,
+    MTPHeadDrafter,
 )
 from .heads import HeadSpec, UnsupportedHead
 from .heads.checkpoint import build_head, convert, find_spec, select, text_config
+from .memory import Footprint, MemoryPolicy
+from .stream import bucket
 from .targets import as_target
 
 DEMO = Path(__file__).parent / "demo"
@@ -41,6 +44,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.*")
 HEAD_LIKE = re.compile(r"(?:^|[._])mtp[._]")
 ENCODER_FILES = ("modules.json", "config_sentence_transformers.json")
 ENCODER = re.compile(r"((?<!LMHead)(?<!ChatGLM)Model|Classification|Embedding)$")
+PLANNED_DEPTH = 3
 GAIN = re.compile(r"norm[^.]*\.weight$")
 ROUTER_BIAS = re.compile(r"(e_score_correction|expert|router)_bias$")
 
@@ -103,12 +107,14 @@ def load(
     mtp: bool | str | Path = True,
     probe: bool = True,
     dtype: mx.Dtype | None = None,
+    memory: MemoryPolicy | None = None,
 ):
     """Loads a model, its tokenizer and, where there is one, its MTP head.
 
     The first eight arguments are those of ``mlx_lm.load``. The head is left on the
     model as ``model.mtp_head`` (a ``LoadedHead``, or ``None``); it is no parameter of
-    the model.
+    the model. Why one was left out, ``response.mtp.fallback`` says. Embedding and
+    reranking models are never decoded with drafts.
 
     Args:
         path_or_hf_repo: A folder, a Hugging Face Hub id, or ``"demo"``, the small
@@ -129,6 +135,9 @@ def load(
         dtype (Dtype, optional): Floating weights, scales of quantised ones included,
             are cast to this. Default: float32 on a CPU device, where half precision
             is 10 to 45 times slower, else the dtypes of the files.
+        memory (MemoryPolicy, optional): Checked before the weights are read: a head
+            that does not fit is left out, or with ``"fail"`` nothing is loaded. Streams
+            of the model keep to it too.
 
     Returns:
         ``(model, tokenizer)`` or ``(model, tokenizer, config)``.
@@ -138,6 +147,7 @@ def load(
         ValueError: A file is damaged, the head does not fit the model, or the
             checkpoint asks for code of its own and ``trust_remote_code`` is off.
         UnsupportedHead: ``mtp`` names a head for a model that cannot take one.
+        MemoryBudgetExceeded: ``memory`` forbids to load the model.
 
     Example:
         >>> model, tokenizer = load()
@@ -154,6 +164,10 @@ def load(
         dtype = mx.float32
     if dtype is not None:
         model.set_dtype(dtype)
+    attach = partial(_load_attached, model, folder, trunk, config, mtp, dtype)
+    reason = None
+    if memory is not None:
+        reason = _over_budget(memory, model, attach(True)[0] if mtp else None)
     if not lazy:
         mx.eval(model.parameters())
     tokenizer = _load_tokenizer(
@@ -162,11 +176,15 @@ def load(
         config,
     )
     head = None
-    if mtp:
-        head = _load_attached(model, folder, trunk, config, mtp, dtype, lazy)
+    if mtp and reason is None:
+        head, reason = attach(lazy)
+    if mtp and reason is not None:
+        reason = reason.rstrip(".")
+        warnings.warn(f"[load] The MTP head is left out: {reason}.", stacklevel=2)
     if head is not None and probe and not lazy:
         head = _probed(model, head, tokenizer)
-    model.mtp_head = head
+    model.mtp_head, model.mtp_reason, model.mtp_memory = head, reason, memory
+    model.mtp_never = _encoder(folder, config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -470,15 +488,21 @@ def _load_trunk(folder, trunk, model_config, adapter_path, trust_remote_code):
 
 
 def _refuse_encoder(folder: Path, config) -> None:
-    """Models that give vectors or scores do not decode, whatever their model type."""
+    if reason := _encoder(folder, config):
+        raise UnsupportedHead(reason)
+
+
+def _encoder(folder: Path, config) -> str | None:
+    """Why a model does not decode, whatever its type: it gives vectors or scores."""
     signs = [name for name in ENCODER_FILES if (folder / name).exists()]
     architectures = config.get("architectures") or ()
     signs += [name for name in architectures if ENCODER.search(name)]
-    if signs:
-        raise UnsupportedHead(
-            f"{folder} is an embedding or reranking model of type "
-            f"{config.get('model_type')} ({', '.join(signs)})"
-        )
+    if not signs:
+        return None
+    return (
+        f"{folder} is an embedding or reranking model of type "
+        f"{config.get('model_type')} ({', '.join(signs)})"
+    )
 
 
 class _Headless:
@@ -523,8 +547,26 @@ def _load_tokenizer(folder, tokenizer_config, config):
         ) from error
 
 
-def _load_attached(model, folder, trunk, config, mtp, dtype, lazy):
-    """The head that goes with a model, or None with a warning that says why."""
+def _over_budget(memory: MemoryPolicy, model, loaded: LoadedHead | None) -> str | None:
+    """Why there is no room for the head, if there is none."""
+    target = as_target(model)
+    drafter = loaded and MTPHeadDrafter(loaded.head, target)
+    plan = partial(
+        Footprint(target, drafter).plan,
+        bucket(memory.context),
+        prompt=memory.context,
+        others=mx.get_active_memory(),
+    )
+    depth, reason = memory.choose(
+        plan, PLANNED_DEPTH if drafter else 0, f"{memory.context} tokens"
+    )
+    return reason if drafter and not depth else None
+
+
+def _load_attached(
+    model, folder, trunk, config, mtp, dtype, lazy
+) -> tuple[LoadedHead | None, str | None]:
+    """The head that goes with a model, and why it is left out, if it is."""
     try:
         _refuse_encoder(folder, config)
         spec = find_spec(config)
@@ -532,8 +574,8 @@ def _load_attached(model, folder, trunk, config, mtp, dtype, lazy):
         if mtp is not True:
             raise UnsupportedHead(f"[load] No head of {mtp} fits: {error}.") from None
         if _looks_headed(trunk, config) or _sidecars(folder):
-            _leave_out(str(error))
-        return None
+            return None, str(error)
+        return None, None
     path = folder if mtp is True else Path(mtp).expanduser()
     if path != folder and path.is_dir():
         _check_same_vocabulary(folder, path)
@@ -542,13 +584,12 @@ def _load_attached(model, folder, trunk, config, mtp, dtype, lazy):
     if found is None:
         if mtp is not True:
             raise ValueError(f"[load] {path} has no MTP head.")
-        return None
+        return None, None
     try:
         dtype = dtype or _head_dtype(found.tensors, as_target(model))
-        return LoadedHead(_build(found, config, dtype, lazy), found.source)
+        return LoadedHead(_build(found, config, dtype, lazy), found.source), None
     except RuntimeError as error:  # no memory, or a file that cannot be read
-        _leave_out(f"{found.source} could not be read ({error})")
-        return None
+        return None, f"{found.source} could not be read ({error})"
 
 
 def _looks_headed(trunk: list[_Shard], config) -> bool:
@@ -559,10 +600,6 @@ def _looks_headed(trunk: list[_Shard], config) -> bool:
         if HEAD_LIKE.search(name) or (layer and layers and int(layer[1]) >= layers):
             return True
     return False
-
-
-def _leave_out(reason: str) -> None:
-    warnings.warn(f"[load] The MTP head is left out: {reason}.", stacklevel=4)
 
 
 def _check_same_vocabulary(ours: Path, theirs: Path) -> None:

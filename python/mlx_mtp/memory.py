@@ -118,7 +118,7 @@ class MemoryPolicy:
 
         Args:
             plan (callable): ``plan(depth)``, what rounds of that depth take.
-            depth (int): The depth asked for, at least 1.
+            depth (int): The depth asked for.
             what (str): For the message, such as ``"4096 tokens"``.
 
         Raises:
@@ -127,7 +127,7 @@ class MemoryPolicy:
         wanted, limit = plan(depth), self.limit
         if self.action == "allow" or wanted.total <= limit:
             return depth, None
-        what = f"Decoding {what} with {depth} drafts a round"
+        what = f"Decoding {what} with {depth or 'no'} drafts a round"
         if self.action == "fail":
             raise MemoryBudgetExceeded(wanted, limit, what)
         smaller = range(depth - 1, 0, -1) if self.action == "shrink" else ()
