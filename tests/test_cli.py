@@ -75,6 +75,38 @@ def test_info_names_versions_machine_and_head(capsys):
     assert "qwen3_5" in capsys.readouterr().out
 
 
+def memory(capsys, *args):
+    assert main(["info", "--memory", "--json", *args]) == 0
+    report = json.loads(capsys.readouterr().out)
+    return report["memory"], report["recommended"]
+
+
+def test_info_plans_memory_and_recommends(capsys):
+    plan, best = memory(capsys)
+    parts = ("weights", "drafter", "caches", "draft_state", "workspace", "others")
+    assert plan["total_gb"] == pytest.approx(
+        sum(plan[f"{part}_gb"] for part in parts), abs=0.01
+    )
+    assert plan["context"] == 4096 and plan["fits"] and plan["drafter_gb"] > 0
+    assert best["depth"] == 3 and best["bits"] == 16 and best["dtype"] == "float32"
+    wider, _ = memory(capsys, "--context", "8192")
+    assert wider["caches_gb"] > plan["caches_gb"]
+
+
+def test_info_recommends_less_for_a_smaller_budget(capsys):
+    plan, _ = memory(capsys)
+    total = plan["total_gb"]
+    _, three = memory(capsys, "--budget-gb", str(3.5 * total))
+    assert three["resident_models"] == 3 and three["depth"] == 3
+    none, small = memory(capsys, "--budget-gb", str(plan["weights_gb"] / 4))
+    assert not none["fits"] and small["depth"] == 0 and small["bits"] in (3, 4, 5)
+    assert small["resident_models"] == 0
+    _, large = memory(capsys, "--budget-gb", "24")
+    assert large["largest_model"] == {"4 bits": 14, "8 bits": 14, "unquantised": 4}
+    assert main(["info", "--memory"]) == 0
+    assert "resident_models" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -93,6 +125,8 @@ def test_info_names_versions_machine_and_head(capsys):
         (["generate", "-p", "x", "--max-tokens", "0"], "max_tokens"),
         (["generate", "-p", ""], "prompt"),
         (["info", "--model", "no/such-model"], "no/such-model"),
+        (["info", "--memory", "--context", "0"], "context"),
+        (["info", "--memory", "--budget-gb", "-1"], "budget"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_code_2(capsys, args, said):

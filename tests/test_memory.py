@@ -30,6 +30,9 @@ from mlx_mtp.memory import (
     MemoryBudgetExceeded,
     MemoryPolicy,
     Watch,
+    best_bits,
+    best_dtype,
+    largest_model,
 )
 from mlx_mtp.sampling import SamplingParams
 from mlx_mtp.speculative import SpeculativeDecoder
@@ -346,3 +349,31 @@ def test_the_budget_is_the_devices_working_set(monkeypatch):
     assert MemoryPolicy().limit == 12 * 10**9  # three quarters
     info.clear()
     assert 10**8 < MemoryPolicy().limit < 10**14
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype"),
+    [
+        ("Apple M1", mx.float16),
+        ("Apple M2 Ultra", mx.float16),
+        ("Apple M3 Pro", mx.bfloat16),
+        ("Apple M10", mx.bfloat16),
+        ("NVIDIA H200", mx.bfloat16),
+    ],
+)
+def test_the_first_chips_get_half_precision(monkeypatch, chip, dtype):
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(mx, "device_info", lambda device: {"device_name": chip})
+    assert best_dtype() == dtype
+
+
+def test_sizes_and_bits_that_fit(monkeypatch):
+    assert largest_model(16, 24 * 10**9) == 4  # of float32, on a CPU
+    monkeypatch.setattr("mlx_mtp.memory.best_dtype", lambda: mx.bfloat16)
+    assert largest_model(16, 24 * 10**9) == 8
+    assert best_bits(8 * 10**9, 24 * 10**9) == 16
+    assert best_bits(8 * 10**9, 16 * 10**9) == 8
+    assert best_bits(8 * 10**9, 8 * 10**9) == 5
+    assert best_bits(8 * 10**9, 4 * 10**9) is None
+    assert largest_model(4, 24 * 10**9) == 14
+    assert largest_model(16, 10**8) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,10 @@ Action = Literal["allow", "fallback", "fail", "shrink"]
 SHARE = 0.75  # of the system's memory, where the device names no working set
 FUSED = {64, 80, 128}  # head sizes for which Metal keeps no scores of a long block
 PREFILL = 2048  # prompt tokens a forward
+WEIGHTS = 0.7  # of a budget; the rest is for caches and work
+SIZES = (0.5, 1, 2, 4, 8, 14, 32, 70, 120, 235, 400, 700)  # 10^9 parameters
+QUANTISED = (8, 6, 5, 4, 3)  # bits of a weight
+SCALES = 0.5  # bits of a weight for its group's scale and bias
 STEP = 256  # slots by which mlx_lm's caches grow
 
 
@@ -305,6 +310,37 @@ def system_memory() -> int:
     info = mx.device_info(mx.default_device())
     size = info.get("memory_size") or info.get("total_memory")
     return int(size or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def best_dtype() -> mx.Dtype:
+    """The fastest one for weights that are not quantised, on the default device.
+
+    float16 on Apple's M1 and M2, which have no arithmetic of their own for bfloat16;
+    float32 on a CPU.
+    """
+    if mx.default_device() == mx.cpu:
+        return mx.float32
+    chip = mx.device_info(mx.default_device()).get("device_name", "")
+    return mx.float16 if re.search(r"\bM[12]\b", chip) else mx.bfloat16
+
+
+def best_bits(parameters: int, budget: int) -> int | None:
+    """The widest weights of so many parameters that fit, 16 if they need not be
+    quantised; None if none do."""
+    room = 8 * WEIGHTS * budget / parameters
+    return next((bits for bits in (16, *QUANTISED) if _stored(bits) <= room), None)
+
+
+def largest_model(bits: int, budget: int) -> float | None:
+    """The largest usual size, in 10^9 parameters, of weights of so many bits that fits,
+    16 for those not quantised; None if none does."""
+    room = 8 * WEIGHTS * budget / _stored(bits) / 1e9
+    return max((size for size in SIZES if size <= room), default=None)
+
+
+def _stored(bits: int) -> float:
+    """Bits of a weight, in all."""
+    return 8 * best_dtype().size if bits == 16 else bits + SCALES
 
 
 def gigabytes(size: int) -> str:
