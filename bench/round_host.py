@@ -6,11 +6,16 @@ Host: CPU microseconds to make the graph of one round (K = 3, greedy, MTP head) 
 narrow untrained Qwen3.5 models, by the compiled call and by running the Python code of
 the round. The Gated DeltaNet recurrence is one node, as on a GPU.
 
+Graph: the same for one round of the demo model, depth 3, part by part, with the nodes
+of each part. ``tree`` is a compiled call that does nothing to such a state.
+
 Loop: where the calling thread's CPU time goes in streams of the demo model, depth 3,
 microseconds a round: ``build``, the graph of the next round; ``submit``, MLX's walk
 over it to its kernels, which any program has that runs this model; ``wait``, the read
 of the last round; ``python``, the loop itself. ``loop`` is all but ``submit``. Kernels
-are not in it: they run on MLX's thread.
+are not in it: they run on MLX's thread. ``python_parts`` splits ``python``, one
+function a pass: ``read`` a round, with the counters; ``take`` its tokens; ``hand_over``
+it to MLX; the rest is the loop and the caller.
 
 Capacity: time and extra peak memory of rounds whose attention reads the first 256
 slots, in key and value buffers of 256 to 65,536 slots. Both must not grow.
@@ -18,6 +23,10 @@ slots, in key and value buffers of 256 to 65,536 slots. Both must not grow.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from io import StringIO
 from time import perf_counter, thread_time
 
 import common
@@ -37,8 +46,11 @@ def main():
     for layers in (16,) if args.quick else (16, 48):
         rows.append(host_row(layers, calls=50 if args.quick else 200))
         show_host(rows[-1])
+    for sampled in (False, True):
+        rows.append(graph_row(sampled, calls=100 if args.quick else 500))
+        show_graph(rows[-1])
     rows.append(loop_row(streams=3 if args.quick else 10))
-    print(rows[-1])
+    show_loop(rows[-1])
     capacities = (256, 65536) if args.quick else (256, 1024, 4096, 16384, 65536)
     for row in capacity_rows(capacities, rounds=20 if args.quick else 40):
         rows.append(row)
@@ -119,43 +131,147 @@ def host_row(layers: int, calls: int) -> dict:
     }
 
 
+def graph_row(sampled: bool, calls: int) -> dict:
+    """Microseconds of the calling thread, and nodes, for each part of a round."""
+    import mlx.core as mx
+    import rounds
+    from streams import Subject
+
+    from mlx_mtp.round import Proposal
+    from mlx_mtp.sampling import SamplingParams
+
+    subject, params = Subject("demo"), SamplingParams(1.0 if sampled else 0.0)
+    round_ = rounds.make_round(subject.target, subject.drafter, DEPTH, params)
+    prompt = subject.encode("What is 5736 + 4868?")
+    state = rounds.begin(round_, prompt, params, 512)
+    draft = mx.compile(partial(round_.draft, attended=256))
+    verify = mx.compile(partial(round_.verify, attended=256))
+    accept, commit = mx.compile(round_.accept), mx.compile(round_.commit)
+    same = mx.compile(lambda state: state)
+    proposal = Proposal(*draft(state))
+    verified, logits = verify(state, proposal)
+    tokens, accepted, _ = accept(verified, proposal, logits)
+    mx.eval(proposal, verified, logits, tokens, accepted)
+    arms = {
+        "whole": lambda: round_(state, 256),
+        "tree": lambda: same(state),
+        "draft": lambda: draft(state),
+        "verify": lambda: verify(state, proposal),
+        "accept": lambda: accept(verified, proposal, logits),
+        "commit": lambda: commit(verified, proposal, tokens, accepted),
+    }
+    seconds = common.alternate(arms, calls, clock=thread_time)
+    return {
+        "name": "graph",
+        "sampled": sampled,
+        "depth": DEPTH,
+        "us": {part: 1e6 * median(values) for part, values in seconds.items()},
+        "nodes": {part: count_nodes(call()) for part, call in arms.items()},
+    }
+
+
+def count_nodes(arrays) -> int:
+    """How many operations the graph behind arrays has that are not computed yet."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    file, arrays = StringIO(), [x for _, x in tree_flatten(arrays) if x is not None]
+    mx.export_to_dot(file, *arrays)
+    return file.getvalue().count("rectangle")
+
+
 def loop_row(streams: int) -> dict:
     """One row: the medians over streams."""
     from streams import Subject
 
-    import mlx_mtp.telemetry
-
-    subject, wall = Subject("demo"), mlx_mtp.telemetry.time
+    subject = Subject("demo")
     prompt = subject.encode("What is 5736 + 4868?")
-    parts: dict[str, list[float]] = {}
-    mlx_mtp.telemetry.time = _ThreadClock  # phases in CPU time of this thread
-    try:
-        for turn in range(streams + 1):
-            steps = subject.decoder(DEPTH).stream(prompt, max_tokens=160)
-            next(steps)
-            before, begin = dict(steps.telemetry.seconds), thread_time()
-            for _ in steps:
-                pass
-            total, rounds = thread_time() - begin, steps.telemetry.rounds
-            seconds = steps.telemetry.seconds
-            found = {
-                part: seconds[part] - before.get(part, 0)
-                for part in ("build", "submit", "wait")
-            }
-            found["python"] = total - sum(found.values()) - seconds["close"]
-            loop = found["build"] + found["wait"] + found["python"]
-            for part, value in {**found, "loop": loop}.items():
-                if turn:  # the first compiles
-                    parts.setdefault(part, []).append(1e6 * value / rounds)
-    finally:
-        mlx_mtp.telemetry.time = wall
+    with _thread_clock():
+        parts = _loop_parts(subject, prompt, streams)
+        inner = {
+            part: _loop_parts(subject, prompt, streams, owner, name)["inner"]
+            for part, (owner, name) in {
+                "read": ("Stream", "_read"),
+                "take": ("Stream", "_take"),
+                "hand_over": ("Stream", "_submit"),
+            }.items()
+        }
+    us = {part: median(values) for part, values in parts.items() if part != "inner"}
+    found = {part: median(values) for part, values in inner.items()}
+    found["read"] -= us["wait"]
+    found["hand_over"] -= us["submit"]
+    found["rest"] = us["python"] - sum(found.values())
     return {
         "name": "loop",
         "depth": DEPTH,
         "bar_us": LOOP_BAR_US,
-        "us_a_round": {part: median(values) for part, values in parts.items()},
+        "us_a_round": us,
+        "python_parts": found,
         "spread": spread(parts["loop"]),
     }
+
+
+def _loop_parts(subject, prompt, streams: int, *inner) -> dict[str, list[float]]:
+    """Microseconds a round of each part, stream by stream; ``inner`` is a method of
+    ``mlx_mtp.stream`` that is timed as well."""
+    parts: dict[str, list[float]] = {}
+    for turn in range(streams + 1):
+        steps = subject.decoder(DEPTH).stream(prompt, max_tokens=160)
+        next(steps)
+        with _timed(*inner) as spent:
+            before, begin = dict(steps.telemetry.seconds), thread_time()
+            for _ in steps:
+                pass
+            total, rounds = thread_time() - begin, steps.telemetry.rounds
+        seconds = steps.telemetry.seconds
+        found = {
+            part: seconds[part] - before.get(part, 0)
+            for part in ("build", "submit", "wait")
+        }
+        found["python"] = total - sum(found.values()) - seconds["close"]
+        found["loop"] = found["build"] + found["wait"] + found["python"]
+        found["inner"] = sum(spent)
+        for part, value in found.items():
+            if turn:  # the first compiles
+                parts.setdefault(part, []).append(1e6 * value / rounds)
+    return parts
+
+
+@contextmanager
+def _timed(owner: str | None = None, name: str | None = None) -> Iterator[list[float]]:
+    """The CPU seconds of every call of a method of ``mlx_mtp.stream``."""
+    import mlx_mtp.stream
+
+    spent: list[float] = []
+    if owner is None:
+        yield spent
+        return
+    holder = getattr(mlx_mtp.stream, owner)
+    method = getattr(holder, name)
+
+    def timed(*args, **options):
+        begin = thread_time()
+        result = method(*args, **options)
+        spent.append(thread_time() - begin)
+        return result
+
+    setattr(holder, name, timed)
+    try:
+        yield spent
+    finally:
+        setattr(holder, name, method)
+
+
+@contextmanager
+def _thread_clock() -> Iterator[None]:
+    """Phases are counted in CPU time of the calling thread."""
+    import mlx_mtp.telemetry
+
+    wall, mlx_mtp.telemetry.time = mlx_mtp.telemetry.time, _ThreadClock
+    try:
+        yield
+    finally:
+        mlx_mtp.telemetry.time = wall
 
 
 class _ThreadClock:
@@ -205,6 +321,20 @@ def show_host(row: dict) -> None:
         f"{row['bar_us']}), {row['uncompiled_us']:.0f} us uncompiled, first call "
         f"{row['first_call_us'] / 1e3:.0f} ms"
     )
+
+
+def show_graph(row: dict) -> None:
+    parts = ", ".join(
+        f"{part} {row['us'][part]:.0f} ({row['nodes'][part]})" for part in row["us"]
+    )
+    print(f"graph, {'sampled' if row['sampled'] else 'greedy'}, us (nodes): {parts}")
+
+
+def show_loop(row: dict) -> None:
+    for title in ("us_a_round", "python_parts"):
+        parts = ", ".join(f"{part} {us:.0f}" for part, us in row[title].items())
+        print(f"loop, {title}: {parts}")
+    print(f"loop: bar {row['bar_us']}, spread {row['spread']:.0%}")
 
 
 def show_capacity(row: dict) -> None:

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from mlx_mtp.benchmark import PLAIN, Case, Joules, Run, measure, peers, prompts
+from mlx_mtp.benchmark.arms import Filters
 from mlx_mtp.benchmark.report import markdown
 from mlx_mtp.cli import main
 from mlx_mtp.loading import find_model
@@ -28,7 +29,7 @@ def load(folder):
 """,
     "sampling": """
 def SamplerConfig(temperature, top_p, top_k):
-    assert (top_p, top_k) == (1.0, 0)
+    assert (top_p, top_k) == (0.9, 40)
     return temperature
 """,
     "generation": """
@@ -64,7 +65,9 @@ def test_the_command_measures_every_arm_and_writes_the_reports(tmp_path, mtplx):
     pytest.importorskip("matplotlib")
     files = [tmp_path / f"speed.{ending}" for ending in ("json", "md", "png")]
     options = "--sets long --contexts 60 150 --depths 2 --temperatures 0.7"
-    options += f" --repeats 1 -m 8 --mtplx {mtplx} --draft-model demo"
+    options += (
+        f" --top-p 0.9 --top-k 40 --repeats 1 -m 8 --mtplx {mtplx} --draft-model demo"
+    )
     for name, file in zip(("json", "markdown", "plot"), files, strict=True):
         options += f" --{name} {file}"
     assert main(["bench", *options.split()]) == 0
@@ -107,7 +110,7 @@ def test_bad_settings_are_refused(bad, capsys):
 
 def test_mtplx_that_is_missing_is_said_to_be():
     with pytest.raises(RuntimeError, match=r"mtplx has stopped: .*No module.*mtplx"):
-        peers.MTPLX(sys.executable, find_model("demo"), "float32", [0])
+        peers.MTPLX(sys.executable, find_model("demo"), "float32", Filters(), [0])
 
 
 def test_arms_take_turns_and_only_pairs_are_compared():

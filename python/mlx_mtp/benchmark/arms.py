@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import perf_counter
 
 import mlx.core as mx
@@ -40,17 +40,27 @@ class Run:
         return (self.tokens - 1) / self.seconds
 
 
+@dataclass(frozen=True)
+class Filters:
+    """As in ``mlx_lm.sample_utils.make_sampler``; the defaults are off."""
+
+    top_p: float = 0.0
+    top_k: int = 0
+
+
 # arm(prompt, temperature, max_tokens, seed)
 Arm = Callable[[list[int], float, int, int], Run]
 
 
-def plain(model, tokenizer, draft_model=None, depth: int | None = None) -> Arm:
+def plain(
+    model, tokenizer, filters: Filters, draft_model=None, depth: int | None = None
+) -> Arm:
     """``mlx_lm``'s own loop, with its own speculation if there is a draft model."""
     more = {} if draft_model is None else {"num_draft_tokens": depth}
 
     def arm(prompt, temperature, max_tokens, seed):
         mx.random.seed(seed)
-        sampler = mlx_lm_sampler(temperature)
+        sampler = mlx_lm_sampler(temperature, **asdict(filters))
         return _timed(
             mlx_lm.stream_generate(
                 model,
@@ -66,7 +76,7 @@ def plain(model, tokenizer, draft_model=None, depth: int | None = None) -> Arm:
     return arm
 
 
-def ours(model, tokenizer, decoder) -> Arm:
+def ours(model, tokenizer, filters: Filters, decoder) -> Arm:
     """A ``SpeculativeDecoder``."""
 
     def arm(prompt, temperature, max_tokens, seed):
@@ -77,7 +87,7 @@ def ours(model, tokenizer, decoder) -> Arm:
                 prompt,
                 max_tokens,
                 mtp=decoder,
-                sampler=make_sampler(temperature),
+                sampler=make_sampler(temperature, **asdict(filters)),
                 seed=seed,
             )
         )

@@ -56,7 +56,9 @@ def decode(loaded, request: dict) -> dict:
     options = {
         "max_tokens": request["max_tokens"],
         "sampler": SamplerConfig(
-            temperature=request["temperature"], top_p=1.0, top_k=0
+            temperature=request["temperature"],
+            top_p=request["top_p"],
+            top_k=request["top_k"],
         ),
         "seed": request["seed"],
         "stop_token_ids": set(request["stop"]),

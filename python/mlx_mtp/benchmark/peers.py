@@ -10,7 +10,7 @@ from tempfile import TemporaryFile
 
 from .. import blas
 from ..telemetry import Telemetry
-from .arms import Arm, Run
+from .arms import Arm, Filters, Run
 
 
 class MTPLX:
@@ -22,6 +22,7 @@ class MTPLX:
         python (str): A Python that has it.
         folder (Path): The model's folder.
         dtype (str): That of the weights, such as ``"float32"``.
+        filters (Filters): What may be drawn.
         stop_tokens: Ids that end a stream.
 
     Raises:
@@ -29,8 +30,14 @@ class MTPLX:
     """
 
     def __init__(
-        self, python: str, folder: Path, dtype: str, stop_tokens: Collection[int]
+        self,
+        python: str,
+        folder: Path,
+        dtype: str,
+        filters: Filters,
+        stop_tokens: Collection[int],
     ):
+        self._filters = {"top_p": filters.top_p or 1.0, "top_k": filters.top_k}
         self._stop, self._errors = sorted(stop_tokens), TemporaryFile("w+")
         worker = Path(__file__).with_name("mtplx_worker.py")
         command = [python, str(worker), str(folder), dtype]
@@ -52,6 +59,7 @@ class MTPLX:
                 "prompt": list(map(int, prompt)),
                 "max_tokens": max_tokens,
                 "temperature": temperature,
+                **self._filters,
                 "depth": depth,
                 "seed": seed,
                 "stop": self._stop,

@@ -40,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt", action="append", help="Your own, in place of --sets; repeatable.")
     add("--contexts", type=int, nargs="+", default=[1024], help="Tokens of long.")
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
+    add("--top-p", type=float, default=0.0, help="Nucleus mass; 0 is off.")
+    add("--top-k", type=int, default=0, help="Largest tokens to keep; 0 is off.")
     add("--max-tokens", "-m", type=int, default=128, help="Tokens of a stream.")
     add("--repeats", type=int, default=3, help="Turns of every arm.")
     add("--draft-model", metavar="PATH", help="Also mlx_lm's and our drafts of it.")
@@ -102,22 +104,23 @@ def _cases(args, tokenizer):
 
 def _arms(args, model, tokenizer, decoders, notes, stack) -> dict:
     """Depth and arm by name. Of an arm that cannot be, ``notes`` gets the reason."""
-    found = {PLAIN: (None, arms.plain(model, tokenizer))}
+    shared = model, tokenizer, arms.Filters(args.top_p, args.top_k)
+    found = {PLAIN: (None, arms.plain(*shared))}
     for depth, decoder in decoders.items():
-        found[f"depth {depth}"] = depth, arms.ours(model, tokenizer, decoder)
+        found[f"depth {depth}"] = depth, arms.ours(*shared, decoder)
     if args.draft_model:
-        _add_draft_model(args, model, tokenizer, found, notes)
+        _add_draft_model(args, *shared, found, notes)
     if args.mtplx:
-        _add_mtplx(args, model, tokenizer, found, notes, stack)
+        _add_mtplx(args, *shared, found, notes, stack)
     return found
 
 
-def _add_draft_model(args, model, tokenizer, found, notes) -> None:
+def _add_draft_model(args, model, tokenizer, filters, found, notes) -> None:
     drafter = load_drafter(args.draft_model, model, tokenizer)
     for depth in (d for d in args.depths if d != "adaptive"):
-        arm = arms.ours(model, tokenizer, find_decoder(model, drafter, depth))
+        arm = arms.ours(model, tokenizer, filters, find_decoder(model, drafter, depth))
         found[f"draft model {depth}"] = None, arm
-        theirs = arms.plain(model, tokenizer, drafter.model.model, depth)
+        theirs = arms.plain(model, tokenizer, filters, drafter.model.model, depth)
         try:
             theirs(options.chat_prompt(tokenizer, "Hello"), 0.0, 2, 0)
         except ValueError as error:
@@ -127,7 +130,7 @@ def _add_draft_model(args, model, tokenizer, found, notes) -> None:
         found[f"mlx_lm draft model {depth}"] = None, theirs
 
 
-def _add_mtplx(args, model, tokenizer, found, notes, stack) -> None:
+def _add_mtplx(args, model, tokenizer, filters, found, notes, stack) -> None:
     dtypes = {x.dtype for _, x in tree_flatten(model.parameters())}
     dtype = max(
         (d for d in dtypes if mx.issubdtype(d, mx.floating)), key=lambda d: d.size
@@ -137,6 +140,7 @@ def _add_mtplx(args, model, tokenizer, found, notes, stack) -> None:
             args.mtplx,
             find_model(args.model),
             str(dtype).removeprefix("mlx.core."),
+            filters,
             tokenizer.eos_token_ids,
         )
     except (OSError, RuntimeError) as error:
@@ -166,6 +170,8 @@ def _header(args) -> dict:
         **info.environment(),
         "model": args.model,
         "drafter": args.drafter,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
         "max_tokens": args.max_tokens,
         "repeats": args.repeats,
         "notes": [f"No joules: {joules}."] if joules else [],
