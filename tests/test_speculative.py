@@ -1,6 +1,7 @@
 """The driver: what it emits, counts, refuses and leaves behind."""
 
 import gc
+import math
 import threading
 from dataclasses import replace
 
@@ -515,6 +516,41 @@ def test_the_second_of_two_equal_drafts_is_penalised_by_the_first(depth):
     )
     steps = decoder.stream([2], max_tokens=4, processors=processors)
     assert tokens_of(steps) == [0, 1, 0, 0]
+
+
+def test_case_10_a_frequency_penalty_counts_every_token_of_a_block():
+    """Sevens and a nine of one block: each is 0.5 off the rows behind it."""
+    start = [0.0] * 7 + [2.0, 0.0, 1.4]
+    target = constant_target(*start)
+    decoder = SpeculativeDecoder(target, Proposes([7, 9, 7]), 3)
+    processors = make_logits_processors(frequency_penalty=0.5)
+    steps = list(decoder.stream([0], max_tokens=5, processors=processors))
+    assert [step.token for step in steps] == [7, 7, 9, 7, 9]
+    assert [step.from_draft for step in steps] == [False, True, True, True, False]
+    for step, sevens in ((steps[3], 1.0), (steps[4], 1.5)):
+        change = step.row - mx.array(start)
+        assert change[7].item() == -sevens and change[1].item() == 0
+        assert abs(change[9].item() + 0.5) < 1e-6
+
+
+@pytest.mark.parametrize("slot", range(4))
+def test_case_17_a_bias_holds_in_every_slot(slot):
+    """The likeliest token is banned, and drafted in one of the slots."""
+    block = [0, 0, 0]
+    if slot < 3:
+        block[slot] = 1
+    decoder = SpeculativeDecoder(constant_target(1.0, 5.0, 0.0), Proposes(block), 3)
+    steps = decoder.stream(
+        [0],
+        max_tokens=400,
+        params=SamplingParams(1.0),
+        processors=make_logits_processors(logit_bias={1: -100.0}),
+        seed=slot,
+    )
+    tokens = tokens_of(steps)
+    # e to 1 between the two that are left, in accepted, corrected and bonus slots.
+    assert set(tokens) == {0, 2}
+    assert abs(tokens.count(0) / 400 - math.e / (1 + math.e)) < 4 * 0.45 / 400**0.5
 
 
 @pytest.mark.parametrize("end", range(8))
