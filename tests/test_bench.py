@@ -64,7 +64,7 @@ def mtplx(tmp_path, monkeypatch):
 def test_the_command_measures_every_arm_and_writes_the_reports(tmp_path, mtplx):
     pytest.importorskip("matplotlib")
     files = [tmp_path / f"speed.{ending}" for ending in ("json", "md", "png")]
-    options = "--sets long --contexts 60 150 --depths 2 --temperatures 0.7"
+    options = "--sets long --contexts 100 --depths 2 --temperatures 0.7"
     options += (
         f" --top-p 0.9 --top-k 40 --repeats 1 -m 8 --mtplx {mtplx} --draft-model demo"
     )
@@ -76,19 +76,20 @@ def test_the_command_measures_every_arm_and_writes_the_reports(tmp_path, mtplx):
     expected = [PLAIN, "depth 2", "draft model 2"]
     expected += ["mtplx plain", "mtplx 2"]
     assert [(r["prompt_set"], r["arm"]) for r in rows] == [
-        (name, arm) for name in ("long 60", "long 150") for arm in expected
+        (name, arm) for name in ("long 100",) for arm in expected
     ]
     assert "outputs of 8 tokens equal mlx_lm's" in header["notes"][0]
     # mlx_lm cannot roll back the recurrent layers of this model.
     assert any("mlx_lm's own draft model is not" in note for note in header["notes"])
-    assert 120 < rows[-1]["prompt_tokens"] < 200
+    assert 80 < rows[-1]["prompt_tokens"] < 150
     deep = rows[1]
     assert len(deep["acceptance"]) == 2 and 1 <= deep["tokens_a_round"] <= 3
     assert deep["first_token_s"] > 0 and deep["peak_gb"] > 0 and deep["tps"] > 0
     peer = rows[4]
     assert peer["acceptance"] == [1.0, 0.5] and peer["tokens_a_round"] == 2.5
     page = files[1].read_text()
-    assert page.count("| depth 2 |") == 2 and "50%" in page
+    assert deep["rival"] == "mtplx 2" and "| mtplx 2: " in page
+    assert page.count("| depth 2 |") == 1 and "50%" in page
     assert files[2].stat().st_size > 5000
 
 
@@ -130,6 +131,7 @@ def test_arms_take_turns_and_only_pairs_are_compared():
         [Case("a", [[1], [2]], 0.0), Case("b", [[3]], 1.0)],
         max_tokens=11,
         repeats=2,
+        rivals={"depth 2": PLAIN},
     )
     plain, ours, *rest = list(rows)
     order = [(seed, name) for seed, prompt, name in asked if prompt == 1]
@@ -140,6 +142,7 @@ def test_arms_take_turns_and_only_pairs_are_compared():
     # The machine is twice as fast in the second turn; the ratio of pairs is the same.
     assert plain["tps"] == pytest.approx(15) and plain["spread"] > 0.5
     assert list(ours["ratio"].values()) == pytest.approx([2.5, 2.5, 2.5])
+    assert ours["ratio_to_rival"] == ours["ratio"] and plain["rival"] is None
     assert ours["streams"] == 4 and ours["peak_gb"] == 2
     assert ours["tokens_a_round"] == 2.5 and ours["acceptance"] == [0.75, 1.0]
     assert plain["tokens_a_round"] is None
@@ -186,6 +189,8 @@ def test_reports_show_joules_where_there_are_some():
         "ratio": {"mean": 1.0, "low": 1.0, "high": 1.0},
         "first_token_s": 0.02,
         "peak_gb": 1.0,
+        "rival": None,
+        "ratio_to_rival": None,
         "joules_a_token": 0.256,
         "tokens_a_round": None,
         "acceptance": [],

@@ -28,12 +28,16 @@ def measure(
     *,
     max_tokens: int,
     repeats: int,
+    rivals: Mapping[str, str] | None = None,
     track: Callable[[Sequence], Iterable] = iter,
 ) -> Iterator[dict]:
     """Yields a row for every case and arm.
 
     All arms decode a prompt before the next prompt comes, in turned order every other
     time; the first turn of a case warms up and does not count.
+
+    Args:
+        rivals: The arm that another one is compared with beside plain decoding.
     """
     joules = Joules()
     jobs = [(c, t, p) for c in cases for t in range(-1, repeats) for p in c.prompts]
@@ -46,36 +50,45 @@ def measure(
             if turn >= 0:
                 runs[name].append(run)
         if i + 1 == len(jobs) or jobs[i + 1][0] is not case:
-            yield from _rows(case, runs)
+            yield from _rows(case, runs, rivals or {})
             runs = {name: [] for name in arms}
 
 
-def _rows(case: Case, runs: Mapping[str, list[Run]]) -> Iterator[dict]:
+def _rows(case: Case, runs: Mapping[str, list[Run]], rivals) -> Iterator[dict]:
     for name, measured in runs.items():
-        pairs = [
-            (a.tps, b.tps)
-            for a, b in zip(measured, runs[PLAIN], strict=True)
-            if min(a.tokens, b.tokens) > 1
-        ]
-        if not pairs:
+        tps = [run.tps for run in measured if run.tokens > 1]
+        ratio = _ratio(measured, runs[PLAIN])
+        if ratio is None:
             continue
-        tps = [a for a, _ in pairs]
+        rival = rivals.get(name)
         yield {
             "prompt_set": case.prompt_set,
             "prompt_tokens": statistics.median(map(len, case.prompts)),
             "temperature": case.temperature,
             "arm": name,
-            "streams": len(pairs),
+            "streams": len(tps),
             "tps": statistics.median(tps),
             "spread": spread(tps),
-            "ratio": dict(
-                zip(("mean", "low", "high"), paired_ratio(pairs), strict=True)
-            ),
+            "ratio": ratio,
+            "rival": rival,
+            "ratio_to_rival": rival and _ratio(measured, runs[rival]),
             "first_token_s": statistics.median(run.first for run in measured),
             "peak_gb": max(run.peak_bytes for run in measured) / 1e9,
             "joules_a_token": _joules(measured),
             **_speculation(measured),
         }
+
+
+def _ratio(runs: Sequence[Run], others: Sequence[Run]) -> dict[str, float] | None:
+    """Of pairs of streams with more than one token; None without any."""
+    pairs = [
+        (a.tps, b.tps)
+        for a, b in zip(runs, others, strict=True)
+        if min(a.tokens, b.tokens) > 1
+    ]
+    if not pairs:
+        return None
+    return dict(zip(("mean", "low", "high"), paired_ratio(pairs), strict=True))
 
 
 def _joules(runs: Sequence[Run]) -> float | None:

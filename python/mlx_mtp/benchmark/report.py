@@ -11,6 +11,7 @@ COLUMNS = (
     "tokens/s",
     "spread",
     "against mlx_lm (95 %)",
+    "against its rival",
     "tokens a round",
     "accepted at 1, 2, ...",
     "first token",
@@ -39,19 +40,24 @@ def line(cells: Sequence[str]) -> str:
 
 def cells(row: dict) -> list[str]:
     """A row as text, column by column."""
-    ratio, per_round = row["ratio"], row["tokens_a_round"]
-    joules = row["joules_a_token"]
+    per_round, joules = row["tokens_a_round"], row["joules_a_token"]
+    rival = row["ratio_to_rival"]
     return [
         row["arm"],
         f"{row['tps']:.1f}",
         f"{row['spread']:.0%}",
-        f"{ratio['mean']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})",
+        _interval(row["ratio"]),
+        "" if rival is None else f"{row['rival']}: {_interval(rival)}",
         "" if per_round is None else f"{per_round:.2f}",
         " ".join(f"{x:.0%}" for x in row["acceptance"]),
         f"{1e3 * row['first_token_s']:.0f} ms",
         "" if joules is None else f"{joules:.2f}",
         f"{row['peak_gb']:.2f}",
     ]
+
+
+def _interval(ratio: dict) -> str:
+    return f"{ratio['mean']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})"
 
 
 def grouped(rows: Sequence[dict]) -> Iterator[tuple[tuple[str, float], list[dict]]]:

@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
             cases,
             max_tokens=args.max_tokens,
             repeats=args.repeats,
+            rivals=_rivals(found),
             track=lambda jobs: tqdm(jobs, desc="measuring", leave=False),
         ):
             rows.append({**row, "depth": found[row["arm"]][0]})
@@ -113,6 +114,17 @@ def _arms(args, model, tokenizer, decoders, notes, stack) -> dict:
     if args.mtplx:
         _add_mtplx(args, *shared, found, notes, stack)
     return found
+
+
+def _rivals(found) -> dict[str, str]:
+    """Who else does the same, by the name of our arm."""
+    names = {"depth": "mtplx", "draft model": "mlx_lm draft model"}
+    pairs = {
+        f"{ours} {depth}": f"{theirs} {depth}"
+        for ours, theirs in names.items()
+        for depth in {name.rpartition(" ")[2] for name in found}
+    }
+    return {a: b for a, b in pairs.items() if a in found and b in found}
 
 
 def _add_draft_model(args, model, tokenizer, filters, found, notes) -> None:
@@ -179,11 +191,11 @@ def _header(args) -> dict:
 
 
 def _line(row: dict) -> str:
-    name, tps, spread, ratio, per_round, *_ = report.cells(row)
+    name, tps, spread, ratio, rival, per_round, *_ = report.cells(row)
     out = f"{row['prompt_set']}, T={row['temperature']:g}, {name}: {tps} tokens/s, "
-    return f"{out}{ratio}, spread {spread}" + (
-        f", {per_round} tokens a round" if per_round else ""
-    )
+    out += f"{ratio}, spread {spread}"
+    out += f", against {rival}" if rival else ""
+    return out + (f", {per_round} tokens a round" if per_round else "")
 
 
 def _write(args, header, rows) -> None:
