@@ -47,7 +47,7 @@ class Case:
             mx.array(self.prompt),
             model,
             max_tokens=tokens,
-            prompt_cache=model.make_cache(),
+            prompt_cache=self.target.make_cache(),
             **options,
         )
         for token, row in steps:
@@ -59,7 +59,7 @@ class Case:
     def check(self, plan, tokens, fallback=None):
         """``tokens`` of a stream that accepts by ``plan``, and the caches it leaves."""
         self.drafter.plan = plan
-        caches = self.model.make_cache()
+        caches = self.target.make_cache()
         steps = self.decoder.stream(
             self.prompt, max_tokens=-1, caches=caches, **self.options
         )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from head_families import FAMILIES, tiny_checkpoint
 from mlx.utils import tree_flatten, tree_map
+from test_caches import Case, random_plan
 from tiny import plain_tokens, random_prompt
 
 from mlx_mtp.drafters import DraftContext, MTPHeadDrafter
@@ -16,6 +17,7 @@ from mlx_mtp.speculative import SpeculativeDecoder
 from mlx_mtp.targets import as_target, takes_heads
 
 DEPTH = 6  # past the windows of four
+SPECIAL = ("qwen3_next", "deepseek_v3", "bailing_hybrid", "longcat_flash", "step3p5")
 LONG = ("qwen3_5", "deepseek_v3", "mimo_v2_flash", "step3p5")
 
 
@@ -156,6 +158,12 @@ def test_hidden_rows_make_the_logits(tiny):
         assert not mx.allclose(out.logits, target.logits(rows), atol=1e-2)
         rows = mx.fast.rms_norm(rows, gain, tiny.reference.eps)
     assert mx.allclose(out.logits, target.logits(rows), atol=1e-5)
+
+
+@pytest.mark.parametrize("tiny", SPECIAL, indirect=True)
+def test_any_acceptance_leaves_what_plain_decoding_does(tiny):
+    """Targets whose caches or layers are of a kind of their own."""
+    assert Case(tiny.model, tokens=100).check(random_plan(3, 60), 90).rounds > 40
 
 
 def test_a_head_of_any_family_can_be_probed(tiny):

@@ -103,7 +103,11 @@ def _step(call, module, args, kwargs):
             call(
                 module,
                 *(_row(x, i, rows) for x in args),
-                **{name: _row(x, i, rows) for name, x in kwargs.items()},
+                **{
+                    # Some recurrent layers rotate, and are told where the block begins.
+                    name: x + i if name == "offset" else _row(x, i, rows)
+                    for name, x in kwargs.items()
+                },
             )
             for i in range(rows)
         ]
