@@ -163,7 +163,7 @@ def test_hidden_rows_make_the_logits(tiny):
 @pytest.mark.parametrize("tiny", SPECIAL, indirect=True)
 def test_any_acceptance_leaves_what_plain_decoding_does(tiny):
     """Targets whose caches or layers are of a kind of their own."""
-    assert Case(tiny.model, tokens=100).check(random_plan(3, 60), 90).rounds > 40
+    assert Case(tiny.model, tokens=120).check(random_plan(3, 60), 100).rounds > 40
 
 
 def test_a_head_of_any_family_can_be_probed(tiny):
