@@ -28,6 +28,7 @@ _HOME = {
     "Gemma4AssistantDrafter": ".drafters",
     "MTPHeadDrafter": ".drafters",
     "NGramDrafter": ".drafters",
+    "draft_vocabulary": ".drafters",
     "sample": ".ops",
     "verify_coupled": ".ops",
     "verify_draft": ".ops",

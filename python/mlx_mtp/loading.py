@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -199,7 +200,8 @@ def load_drafter(
         path_or_hf_repo: Its folder or Hugging Face Hub id.
         model: The model to draft for, from ``load``.
         tokenizer: The tokenizer of that model.
-        options: As in ``load``; for an assistant ``revision``, ``lazy`` and ``dtype``.
+        options: As in ``load``; for an assistant ``revision``, ``lazy``, ``dtype`` and
+            ``vocabulary``, the ids of what it may propose (``draft_vocabulary``).
 
     Raises:
         DrafterMismatch: The tokenizers do not mean the same tokens by the same ids, or
@@ -235,12 +237,16 @@ def _check_same_tokens(ours, theirs, folder: Path) -> None:
 
 
 def _load_assistant(
-    folder: Path, config, target, lazy: bool = False, dtype: mx.Dtype | None = None
+    folder: Path,
+    config,
+    target,
+    lazy: bool = False,
+    dtype: mx.Dtype | None = None,
+    vocabulary: Iterable[int] | None = None,
 ) -> Gemma4AssistantDrafter:
     """The assistant in a folder, raw or converted, for a target that it fits."""
     assistant = Gemma4Assistant(AssistantConfig.from_dict(config))
-    drafter = Gemma4AssistantDrafter(assistant, target)
-    drafter.check(target)
+    Gemma4AssistantDrafter(assistant, target).check(target)
     tensors = {name: x for s in _read_trunk(folder) for name, x in s.tensors.items()}
     if assistant.config.tie_word_embeddings:
         tensors = {k: x for k, x in tensors.items() if not k.startswith("lm_head.")}
@@ -264,7 +270,7 @@ def _load_assistant(
     assistant.set_dtype(dtype or _head_dtype(tensors, target))
     if not lazy:
         _check_values(assistant, str(folder), "Gemma 4 assistant", "")
-    return drafter
+    return Gemma4AssistantDrafter(assistant, target, vocabulary)
 
 
 def load_head(

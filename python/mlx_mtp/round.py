@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .drafters import DraftContext, Drafts, pick, spread
+from .drafters import DraftContext, Drafts
 from .ops import sample, verify_coupled, verify_draft
 from .sampling import FilterOrder, split_keys, uniforms
 from .state import Adapter, Leaves, Position
@@ -217,9 +217,7 @@ class Round:
         """``draw`` of a DraftContext; ``draws`` are the uniforms, if it takes any."""
         given, position = state.get("given"), state["offset"] + 1  # of the first draft
 
-        def draw(logits, i, ids=None):
-            if ids is not None and self.coupled:  # the noise belongs to ids
-                logits, ids = spread(logits, ids, self.target.vocab_size), None
+        def draw(logits, i):
             options = {
                 **state["draft_params"],
                 "filter_order": self.draft_filter_order,
@@ -239,8 +237,6 @@ class Round:
                 tokens = tokens[:, 0]
             else:
                 tokens, stats = sample(logits, draws[:, 2 * i : 2 * i + 2], **options)
-            if ids is not None:
-                tokens = pick(ids, tokens)
             if given is not None:
                 tokens = mx.where(given[:, i] < 0, tokens, given[:, i])
             return tokens, stats

@@ -10,7 +10,7 @@ from .gemma4_assistant import (
 )
 from .mtp_head import MTPHeadDrafter
 from .ngram import NGramDrafter
-from .vocabulary import pick, spread
+from .vocabulary import draft_vocabulary
 
 __all__ = [
     "AssistantConfig",
@@ -25,6 +25,5 @@ __all__ = [
     "MTPHead",
     "MTPHeadDrafter",
     "NGramDrafter",
-    "pick",
-    "spread",
+    "draft_vocabulary",
 ]

@@ -59,8 +59,6 @@ class DraftContext:
         depth (int): K, how many tokens to propose.
         draw (callable): ``draw(logits (B, V), i)`` draws the token of slot i from the
             stream's draft distribution: tokens ``(B,)`` and stats ``(B, 3)`` or None.
-            ``draw(logits (B, S), i, ids)`` has a column for each of the tokens ``ids``,
-            ``(S,)`` or ``(B, S)``, and no other is drawn.
         shared_kv (dict, optional): The target's keys and values by kind of attention:
             views whose ``offset`` is the position in front of the newest token.
     """
@@ -70,7 +68,7 @@ class DraftContext:
     hidden: mx.array | None
     attended: int
     depth: int
-    draw: Callable[..., tuple[mx.array, mx.array | None]]
+    draw: Callable[[mx.array, int], tuple[mx.array, mx.array | None]]
     shared_kv: Mapping[str, Any] | None = None
 
 

@@ -7,14 +7,16 @@ round is made from one position, that of the newest token.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..heads.output import HeadRows, project
 from .base import DraftContext, DrafterMismatch, Drafts
-from .vocabulary import head_rows, spread
+from .vocabulary import VocabularyPart, spread
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -214,15 +216,18 @@ class Gemma4Assistant(nn.Module):
         x = self.model.norm(x)
         return x, self.post_projection(x)
 
-    def logits(self, x: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Logits of rows ``(B, H)`` and the tokens ``(B, S)`` of their columns, None
-        if these are the vocabulary."""
-        tied = "lm_head" not in self
-        head = self.model.embed_tokens if tied else self.lm_head
-        if "masked_embedding" in self:
-            ids = self.masked_embedding(x)
-            return (head_rows(head, ids) @ x[..., None])[..., 0], ids
-        return (head.as_linear(x) if tied else head(x)), None
+    @property
+    def output(self) -> nn.Module:
+        """What projects rows to logits."""
+        return self.lm_head if "lm_head" in self else self.model.embed_tokens
+
+    def logits(self, x: mx.array) -> mx.array:
+        """Logits ``(B, V)`` of rows ``(B, H)``, -inf outside of the active clusters."""
+        if "masked_embedding" not in self:
+            return project(self.output, x)
+        ids = self.masked_embedding(x)
+        logits = HeadRows(self.output, ids)(x[:, None])[:, 0]
+        return spread(logits, ids, self.config.vocab_size)
 
 
 class Gemma4AssistantDrafter:
@@ -234,6 +239,8 @@ class Gemma4AssistantDrafter:
     Args:
         assistant (Gemma4Assistant): The weights.
         target (Target): The model that it drafts for.
+        vocabulary (optional): Ids of the tokens that it may propose, see
+            ``draft_vocabulary``. Not with ordered embeddings, which choose themselves.
     """
 
     name = "gemma4_assistant"
@@ -242,8 +249,21 @@ class Gemma4AssistantDrafter:
     needs_shared_kv = True
     greedy_only = False
 
-    def __init__(self, assistant: Gemma4Assistant, target):
-        self.assistant, self.target = assistant, target
+    def __init__(
+        self,
+        assistant: Gemma4Assistant,
+        target,
+        vocabulary: Iterable[int] | None = None,
+    ):
+        self.assistant, self.target, self._part = assistant, target, None
+        if vocabulary is None:
+            return
+        if "masked_embedding" in assistant:
+            raise ValueError(
+                "This Gemma 4 assistant has ordered embeddings, which choose what it "
+                "may propose; it takes no draft vocabulary."
+            )
+        self._part = VocabularyPart(vocabulary, target.vocab_size, [assistant.output])
 
     def check(self, target):
         config, shared = self.assistant.config, getattr(target, "shared_kv", None) or {}
@@ -267,7 +287,7 @@ class Gemma4AssistantDrafter:
                 )
 
     def weights(self):
-        return self.assistant.parameters()
+        return self.assistant.parameters(), self._part.weights() if self._part else []
 
     def forwards(self, depth):
         return depth
@@ -291,10 +311,9 @@ class Gemma4AssistantDrafter:
         for i in range(context.depth):
             embedded = self.target.embed(token)
             x, hidden = self.assistant(embedded, hidden, memory, position)
-            row, ids = self.assistant.logits(x)
-            token, stat = context.draw(row, i, ids)
-            if ids is not None:
-                row = spread(row, ids, self.target.vocab_size)
+            logits = self._part.logits if self._part else self.assistant.logits
+            row = logits(x)
+            token, stat = context.draw(row, i)
             tokens.append(token)
             rows.append(row)
             stats.append(stat)

@@ -9,11 +9,15 @@ first j slots of head j belong to no row.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+
 import mlx.core as mx
 
 from ..heads import MTPHead
 from ..state import KVView
 from .base import DraftContext, DrafterMismatch, Drafts
+from .vocabulary import VocabularyPart
 
 
 class Rows(KVView):
@@ -104,6 +108,9 @@ class MTPHeadDrafter:
     Args:
         head (MTPHead): The weights.
         target: The target whose embedding and output projection the head shares.
+        vocabulary (optional): Ids of the tokens that it may propose, see
+            ``draft_vocabulary``. Their rows of the output projection are copied, and a
+            draft reads no other.
     """
 
     name = "mtp"
@@ -112,10 +119,19 @@ class MTPHeadDrafter:
     needs_shared_kv = False
     greedy_only = False
 
-    def __init__(self, head: MTPHead, target):
-        self.head, self.target = head, target
+    def __init__(self, head: MTPHead, target, vocabulary: Iterable[int] | None = None):
+        self.head, self.target, self._part = head, target, None
         self._chain = head.chain
         self._shapes = [module.kv_shapes() for module in self._chain]
+        if vocabulary is None:
+            return
+        outputs = [module.output(target) for module in self._chain]
+        if None in outputs:
+            raise ValueError(
+                "A draft vocabulary needs the output layer of the target, which a "
+                f"{type(target).__name__} does not give."
+            )
+        self._part = VocabularyPart(vocabulary, target.vocab_size, outputs)
 
     def check(self, target):
         config = self.head.config
@@ -147,7 +163,7 @@ class MTPHeadDrafter:
         return buffers, mx.zeros((batch,), mx.int32), *carry
 
     def weights(self):
-        return self.head.parameters()
+        return self.head.parameters(), self._part.weights() if self._part else []
 
     def forwards(self, depth):
         chained = sum(len(self._at(step, depth)) for step in range(1, depth))
@@ -190,18 +206,16 @@ class MTPHeadDrafter:
                     row = before[j - 1] if i <= last else before[j]
                     embedded = module.embed(tokens[-1], self.target)
                     rows[j] = module(embedded, row, tails[j])
-            module = self._chain[min(i, last)]
-            row = module.logits(rows[min(i, last)], self.target)
+            row = self._logits(min(i, last), rows)
             token, stat = context.draw(row, i)
             tokens.append(token)
             logits.append(row)
             stats.append(stat)
-        drafts = Drafts(mx.stack(tokens, axis=1))
-        if stats[0] is not None:
-            drafts = drafts._replace(
-                logits=mx.stack(logits, axis=1), stats=mx.stack(stats, axis=1)
-            )
-        return drafts, state
+        return Drafts.stack(tokens, logits, stats), state
+
+    def _logits(self, j: int, rows) -> mx.array:
+        projection = self._part and partial(self._part.logits, head=j)
+        return self._chain[j].logits(rows[j], self.target, projection)
 
     def _at(self, step: int, depth: int) -> range:
         """The heads that run at a chained step: those whose output is read later."""

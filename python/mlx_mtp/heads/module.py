@@ -199,11 +199,17 @@ class MTPHead(nn.Module):
             x = self._run(layer, x, memory)
         return x if self.spec.hidden == "pre" else self.norm(x)
 
-    def logits(self, out: mx.array, target) -> mx.array:
-        """What the rows of a call predict, ``(..., V)``."""
+    def logits(self, out: mx.array, target, projection=None) -> mx.array:
+        """What the rows of a call predict, ``(..., V)``, by ``projection`` if given."""
         if self.spec.hidden == "pre":
             out = self.norm(out)
+        if projection is not None:
+            return projection(out)
         return self.lm_head(out) if "lm_head" in self else target.logits(out)
+
+    def output(self, target) -> nn.Module | None:
+        """The layer that makes the logits, the head's own or the target's, if known."""
+        return self.lm_head if "lm_head" in self else getattr(target, "output", None)
 
     def embed(self, tokens: mx.array, target) -> mx.array:
         """Input embeddings ``(..., H)``, the head's own or the target's."""

@@ -46,6 +46,8 @@ class Target(Protocol):
         adapters: One state adapter for each entry of a prompt cache.
         shared_kv (optional): A dict of ``SharedKV`` by kind of attention, for drafters
             that attend to them.
+        output (optional): The layer that makes ``logits``, a linear layer or an
+            embedding, for drafts from a part of the vocabulary.
     """
 
     vocab_size: int

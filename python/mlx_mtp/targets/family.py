@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..heads.output import project
 from .base import TargetOutput
 from .generic import GenericTarget
 from .stepping import inputs_of
@@ -38,10 +39,12 @@ class FamilyTarget(GenericTarget):
     def embed(self, tokens):
         return self._embedding(tokens)
 
+    @property
+    def output(self):
+        return self.model.lm_head if "lm_head" in self.model else self._embedding
+
     def logits(self, hidden):
-        if "lm_head" in self.model:
-            return self.model.lm_head(hidden)
-        return self._embedding.as_linear(hidden)
+        return project(self.output, hidden)
 
 
 def _first(module, names):

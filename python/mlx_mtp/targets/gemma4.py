@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mlx_lm.models.gemma4_text import logit_softcap
 
+from ..heads.output import project
 from .base import SharedKV, TargetOutput
 from .generic import GenericTarget
 
@@ -35,10 +36,9 @@ class Gemma4Target(GenericTarget):
         return self.trunk.embed_tokens(tokens) * self.trunk.embed_scale
 
     def logits(self, hidden):
-        if self.text.tie_word_embeddings:
-            logits = self.trunk.embed_tokens.as_linear(hidden)
-        else:
-            logits = self.text.lm_head(hidden)
+        tied = self.text.tie_word_embeddings
+        head = self.trunk.embed_tokens if tied else self.text.lm_head
+        logits = project(head, hidden)
         if self.text.final_logit_softcapping is None:
             return logits
         return logit_softcap(self.text.final_logit_softcapping, logits)

@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
+from ..heads.output import project
 from ..ops import gated_delta_replay
 from ..state import GatedDeltaAdapter, KVAdapter
 from .base import TargetOutput
@@ -41,10 +42,13 @@ class Qwen35Target:
     def embed(self, tokens):
         return self.trunk.embed_tokens(tokens)
 
+    @property
+    def output(self):
+        tied = self.text.args.tie_word_embeddings
+        return self.trunk.embed_tokens if tied else self.text.lm_head
+
     def logits(self, hidden):
-        if self.text.args.tie_word_embeddings:
-            return self.trunk.embed_tokens.as_linear(hidden)
-        return self.text.lm_head(hidden)
+        return project(self.output, hidden)
 
     def prefill(self, tokens, caches):
         hidden = self.trunk(tokens, cache=caches)
