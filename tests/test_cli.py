@@ -47,8 +47,14 @@ def test_json_reports_counts_and_blas(capsys):
 
 def test_no_mtp_is_mlx_lms_text(capsys, demo):
     texts = []
-    for extra in ([], ["--no-mtp"], ["--drafter", "ngram"]):
-        main(["generate", "-p", PROMPT, "--json", *extra])
+    for extra in (
+        "",
+        "--no-mtp",
+        "--drafter ngram",
+        "--drafter demo",
+        "--draft-vocabulary 300",
+    ):
+        main(["generate", "-p", PROMPT, "--json", *extra.split()])
         texts.append(json.loads(capsys.readouterr().out)["text"])
     _, tokenizer = demo
     message = {"role": "user", "content": PROMPT}
@@ -124,6 +130,16 @@ def test_info_recommends_less_for_a_smaller_budget(capsys):
         (["generate", "-p", "x", "--min-p", "7"], "min_p"),
         (["generate", "-p", "x", "--max-tokens", "0"], "max_tokens"),
         (["generate", "-p", ""], "prompt"),
+        (["generate", "-p", "x", "--drafter", "no/such-model"], "no/such-model"),
+        (["generate", "-p", "x", "--draft-vocabulary", "0"], "must be positive"),
+        (
+            ["generate", "-p", "x", "--drafter", "ngram", "--draft-vocabulary", "9"],
+            "does not go with --drafter ngram",
+        ),
+        (
+            ["generate", "-p", "x", "--drafter", "demo", "--draft-vocabulary", "9"],
+            "takes no draft vocabulary",
+        ),
         (["info", "--model", "no/such-model"], "no/such-model"),
         (["info", "--memory", "--context", "0"], "context"),
         (["info", "--memory", "--budget-gb", "-1"], "budget"),

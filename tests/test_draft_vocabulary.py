@@ -52,7 +52,9 @@ def test_rows_of_a_projection_are_its_columns(layer, bits):
 # The heads of a checkpoint
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3", "mimo"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", "deepseek_v3", "mimo_v2_flash", "step3p5"]
+)
 def test_the_logits_of_a_head_are_its_own_there(family, tmp_path):
     """Whatever it shares with its target: norms in front of it, the projection."""
     tiny_checkpoint(family, tmp_path)

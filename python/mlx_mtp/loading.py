@@ -190,7 +190,12 @@ def load(
 
 
 def load_drafter(
-    path_or_hf_repo: str | Path, model, tokenizer, **options
+    path_or_hf_repo: str | Path,
+    model,
+    tokenizer,
+    *,
+    vocabulary: Iterable[int] | None = None,
+    **options,
 ) -> DraftModelDrafter | Gemma4AssistantDrafter:
     """Loads what drafts for ``model`` from a folder of its own, for ``mtp``.
 
@@ -200,8 +205,9 @@ def load_drafter(
         path_or_hf_repo: Its folder or Hugging Face Hub id.
         model: The model to draft for, from ``load``.
         tokenizer: The tokenizer of that model.
-        options: As in ``load``; for an assistant ``revision``, ``lazy``, ``dtype`` and
-            ``vocabulary``, the ids of what it may propose (``draft_vocabulary``).
+        vocabulary (optional): Ids of the tokens that an assistant may propose, see
+            ``draft_vocabulary``.
+        options: As in ``load``; for an assistant ``revision``, ``lazy`` and ``dtype``.
 
     Raises:
         DrafterMismatch: The tokenizers do not mean the same tokens by the same ids, or
@@ -220,7 +226,9 @@ def load_drafter(
         if (folder / "tokenizer.json").exists():
             theirs = _vocabulary(_read_json(folder / "tokenizer.json"))
             _check_same_tokens(tokenizer.get_vocab(), theirs, folder)
-        return _load_assistant(folder, config, as_target(model), **options)
+        return _load_assistant(folder, config, as_target(model), vocabulary, **options)
+    if vocabulary is not None:
+        raise ValueError(f"[load] {folder} is a model: it takes no draft vocabulary.")
     draft, theirs = load(folder, mtp=False, **options)
     ours = tokenizer.get_vocab()
     _check_same_tokens(ours, theirs.get_vocab(), folder)
@@ -240,9 +248,9 @@ def _load_assistant(
     folder: Path,
     config,
     target,
+    vocabulary: Iterable[int] | None,
     lazy: bool = False,
     dtype: mx.Dtype | None = None,
-    vocabulary: Iterable[int] | None = None,
 ) -> Gemma4AssistantDrafter:
     """The assistant in a folder, raw or converted, for a target that it fits."""
     assistant = Gemma4Assistant(AssistantConfig.from_dict(config))

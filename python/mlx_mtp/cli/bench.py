@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
             "--repeats and --contexts must be positive, --max-tokens at least 2."
         )
     model, tokenizer = load(args.model)
-    decoders = {d: find_decoder(model, options.drafter(args), d) for d in args.depths}
+    drafter = options.drafter(args, model, tokenizer)
+    decoders = {d: find_decoder(model, drafter, d) for d in args.depths}
     if None in decoders.values():
         raise ValueError("The model has no MTP head. Try --drafter ngram.")
     cases, rows = list(_cases(args, tokenizer)), []

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     screen = Terminal() if on_terminal else Piped()
     sampler = options.sampler(args)
     model, tokenizer = load(args.model)
-    mtp = options.mtp(args, model)
+    mtp = options.mtp(args, model, tokenizer)
     session = Session(
         model,
         tokenizer,

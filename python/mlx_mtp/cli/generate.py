@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     sampler = options.sampler(args)
     model, tokenizer = load(args.model)
-    mtp = options.mtp(args, model)
+    mtp = options.mtp(args, model, tokenizer)
     text = []
     for response in stream_generate(
         model,

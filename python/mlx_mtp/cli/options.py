@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from .. import tuning
-from ..drafters import NGramDrafter
+from ..drafters import MTPHeadDrafter, NGramDrafter, draft_vocabulary
 from ..generation import DEFAULT_DEPTH, Sampler, find_decoder
+from ..loading import load_drafter
 from ..sampling import SamplingParams
 from ..speculative import SpeculativeDecoder
+from ..targets import as_target
 
 THINKING = {"on": True, "off": False, "auto": None}
 
@@ -46,7 +49,18 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
         help="Drafts a round; adaptive chooses round by round. By default what "
         f"mlx-mtp tune found, else {DEFAULT_DEPTH}.",
     )
-    add("--drafter", choices=("mtp", "ngram"), default="mtp", help="What drafts.")
+    add(
+        "--drafter",
+        default="mtp",
+        help="What drafts: mtp, ngram, or the folder or Hub id of an assistant or of a "
+        "smaller model.",
+    )
+    add(
+        "--draft-vocabulary",
+        type=int,
+        metavar="N",
+        help="The head or assistant proposes the N most frequent tokens only.",
+    )
 
 
 def depth(text: str) -> int | str:
@@ -63,16 +77,32 @@ def sampler(args: argparse.Namespace) -> Sampler:
     )
 
 
-def drafter(args: argparse.Namespace):
+def drafter(args: argparse.Namespace, model, tokenizer):
     """A drafter, or "auto" for the model's own head."""
-    return NGramDrafter() if args.drafter == "ngram" else "auto"
+    size, head = args.draft_vocabulary, getattr(model, "mtp_head", None)
+    if args.drafter == "ngram":
+        if size is not None:
+            raise ValueError("--draft-vocabulary does not go with --drafter ngram.")
+        return NGramDrafter()
+    ids = None if size is None else draft_vocabulary(tokenizer, size)
+    if args.drafter != "mtp":
+        return load_drafter(args.drafter, model, tokenizer, vocabulary=ids)
+    if head is None or ids is None:
+        return "auto"
+    return MTPHeadDrafter(head.head, as_target(model), ids)
+
+
+def profile_path(args: argparse.Namespace) -> Path:
+    """Where the profile of this model and drafter is kept."""
+    name = f"{args.drafter} {args.draft_vocabulary or ''}".strip()
+    return tuning.profile_path(args.model, name)
 
 
 def choose_depth(args: argparse.Namespace) -> dict[int, float] | None:
     """Sets the depth that was not given; the costs that ``mlx-mtp tune`` found."""
     if args.depth not in (None, "adaptive"):
         return None
-    profile = tuning.load_profile(tuning.profile_path(args.model, args.drafter))
+    profile = tuning.load_profile(profile_path(args))
     tuned, costs = profile or (DEFAULT_DEPTH, None)
     if args.depth is None:
         # Depth 0 is what tuning says when no depth pays.
@@ -80,14 +110,14 @@ def choose_depth(args: argparse.Namespace) -> dict[int, float] | None:
     return costs
 
 
-def mtp(args: argparse.Namespace, model):
+def mtp(args: argparse.Namespace, model, tokenizer):
     """The ``mtp`` argument of ``stream_generate``."""
     costs = choose_depth(args)
     if args.depth != "adaptive" and args.depth < 1:
         raise ValueError(f"--depth must be at least 1 but is {args.depth}.")
     if args.no_mtp:
         return None
-    chosen = drafter(args)
+    chosen = drafter(args, model, tokenizer)
     if args.depth == "adaptive":
         decoder = find_decoder(model, chosen, "adaptive") if costs else None
         if decoder is None:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from ..generation import find_decoder, make_sampler, stream_generate
 from ..loading import load
-from ..tuning import Measurement, Verdict, judge, profile_path, save_profile
+from ..tuning import Measurement, Verdict, judge, save_profile
 from . import options
 
 PROMPTS = (
@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
             "--repeats and --depths must be positive, --max-tokens at least 2."
         )
     model, tokenizer = load(args.model)
-    drafter, depths = options.drafter(args), sorted(set(args.depths))
+    drafter = options.drafter(args, model, tokenizer)
+    depths = sorted(set(args.depths))
     arms = {depth: find_decoder(model, drafter, depth) for depth in depths}
     if None in arms.values():
         raise ValueError("The model has no MTP head. Try --drafter ngram.")
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         plot(verdict, args.plot)
     if not args.dry_run:
-        save_profile(profile_path(args.model, args.drafter), verdict)
+        save_profile(options.profile_path(args), verdict)
     return 0
 
 

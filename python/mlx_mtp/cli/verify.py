@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if depth == "adaptive":
         raise ValueError("--depth must be a number: every depth is proved by itself.")
     model, tokenizer = load(args.model)
-    decoder = find_decoder(model, options.drafter(args), depth)
+    decoder = find_decoder(model, options.drafter(args, model, tokenizer), depth)
     if decoder is None:
         raise ValueError("The model has no MTP head. Try --drafter ngram.")
     subject = Subject(
