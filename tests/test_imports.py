@@ -23,10 +23,11 @@ LAYERS = [
     {"drafters", "targets"},
     {"round", "shaping"},
     {"stream", "thinking"},
+    {"turns"},
     {"speculative"},
     {"loading", "processors"},
     {"generation"},
-    {"loops"},
+    {"loops", "prompt_cache"},
     {"session", "proof", "tuning"},
     {"benchmark", "evaluation"},
     {"cli", "serve", "forge"},
@@ -37,7 +38,15 @@ TAKES_MLX_LM = (
     LAYERS[-4]
     | LAYERS[-3]
     | LAYERS[-2]
-    | {"heads", "targets", "loading", "processors", "generation", "loops"}
+    | {
+        "heads",
+        "targets",
+        "loading",
+        "processors",
+        "generation",
+        "loops",
+        "prompt_cache",
+    }
 )
 
 

@@ -344,7 +344,12 @@ class _Decoders:
 
     def get(self, drafter: Drafter, depth: Depth) -> SpeculativeDecoder:
         if (drafter, depth) not in self.made:
-            self.made[drafter, depth] = SpeculativeDecoder(self.target, drafter, depth)
+            known = [made for (d, _), made in self.made.items() if d == drafter]
+            self.made[drafter, depth] = (
+                known[0].with_depth(depth)
+                if known
+                else SpeculativeDecoder(self.target, drafter, depth)
+            )
         return self.made[drafter, depth]
 
 

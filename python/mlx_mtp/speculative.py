@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
@@ -21,6 +22,7 @@ from .sampling import SamplingParams, stream_key
 from .shaping import Controller, Processor, RowShaper, Sampler
 from .state import classify
 from .stream import Quantisation, Step, Stream, Turn, UnusableLogits, refuse_taken
+from .turns import load_turn, save_turn
 
 __all__ = [
     "Snapshot",
@@ -238,6 +240,38 @@ class SpeculativeDecoder:
             adapter.rewind(cache, mark)
         if snapshot.turn is not None:
             self._turns[caches[0]] = snapshot.turn
+
+    def with_depth(
+        self,
+        depth: int | Literal["adaptive"],
+        costs: Mapping[int, float] | None = None,
+    ) -> SpeculativeDecoder:
+        """A decoder of another depth that shares the drafter's state of all caches."""
+        other = SpeculativeDecoder(self.target, self.drafter, depth, costs)
+        other._turns = self._turns
+        return other
+
+    def fork(self, caches: list[Any]) -> list[Any]:
+        """A copy of the caches that goes on by itself, with the drafter's state."""
+        copies = deepcopy(caches)
+        if turn := self._turns.get(caches[0]):
+            self._turns[copies[0]] = turn
+        return copies
+
+    def save_turn(self, file: str, caches: list[Any]) -> None:
+        """Writes the drafter's state of the caches to a safetensors file."""
+        save_turn(file, self._turns.get(caches[0]), self.drafter)
+
+    def load_turn(self, file: str, caches: list[Any]) -> bool:
+        """Gives the caches the drafter's state that ``save_turn`` wrote.
+
+        Returns:
+            bool: Whether there was one, of this drafter.
+        """
+        turn = load_turn(file, self.drafter)
+        if turn is not None:
+            self._turns[caches[0]] = turn
+        return turn is not None
 
     def _watch(self, policy: MemoryPolicy | None, caches) -> Watch | None:
         """Holds a stream over these caches to a policy."""

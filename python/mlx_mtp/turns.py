@@ -1,0 +1,59 @@
+"""What a drafter knows of a prompt cache, in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+
+from .drafters import Drafter
+from .drafters.base import DrafterState
+from .stream import Turn
+
+
+def save_turn(file: str, turn: Turn | None, drafter: Drafter) -> None:
+    """Writes a turn; without one, an earlier file is removed."""
+    if turn is None:
+        Path(file).unlink(missing_ok=True)
+        return
+    arrays = {"tokens": turn.tokens}
+    if turn.hidden is not None:
+        arrays["hidden"] = turn.hidden
+    if turn.draft_state is not None:
+        leaves = tree_flatten(turn.draft_state)
+        arrays |= {f"state.{i}": x for i, (_, x) in enumerate(leaves)}
+    metadata = {"drafter": drafter.name, "length": str(turn.length)}
+    mx.save_safetensors(file, arrays, metadata)
+
+
+def load_turn(file: str, drafter: Drafter) -> Turn | None:
+    """Reads a turn; None if there is no file, or it is of another drafter."""
+    if not Path(file).exists():
+        return None
+    arrays, metadata = mx.load(file, return_metadata=True)
+    if metadata.get("drafter") != drafter.name:
+        return None
+    tokens, state = arrays["tokens"], None
+    if drafter.needs_hidden:
+        state = _state(arrays, drafter.begin(tokens[None, :0], 1))
+        if state is None:
+            return None
+    return Turn(int(metadata["length"]), tokens, state, arrays.get("hidden"))
+
+
+def _state(arrays: dict[str, mx.array], like: DrafterState) -> DrafterState | None:
+    """Arrays in the form of a state; None if they are of another one.
+
+    A state may have any length along one axis of its arrays.
+    """
+    shapes = [x for _, x in tree_flatten(like)]
+    found = [arrays.get(f"state.{i}") for i in range(len(shapes))]
+    for x, wanted in zip(found, shapes, strict=True):
+        if x is None or x.dtype != wanted.dtype or x.ndim != wanted.ndim:
+            return None
+        pairs = zip(x.shape, wanted.shape, strict=True)
+        if sum(a != b for a, b in pairs) > 1:
+            return None
+    leaves = iter(found)
+    return tree_map(lambda _: next(leaves), like)
