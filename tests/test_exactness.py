@@ -392,13 +392,12 @@ def share_coins(draws, depth):
 @pytest.mark.parametrize("fault", [share_final_draw, share_coins])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_shared_noise_is_found(fault, depth, monkeypatch):
-    uniforms = mlx_mtp.round.uniforms
+    uniforms = mlx_mtp.round.round_uniforms
 
-    def shared(keys, count):
-        draws = uniforms(keys, count)
-        return fault(draws, depth) if count == 3 * depth + 2 else draws
+    def shared(keys, depth):
+        return fault(uniforms(keys, depth), depth)
 
-    monkeypatch.setattr(mlx_mtp.round, "uniforms", shared)
+    monkeypatch.setattr(mlx_mtp.round, "round_uniforms", shared)
     assert check(sampled(depth), SamplingParams(1.0)) < ALPHA
 
 

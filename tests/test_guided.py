@@ -354,7 +354,7 @@ def test_a_model_that_cannot_be_traced(demo):
     for eager in (False, True):
         decoder = SpeculativeDecoder(target, NGRAM, 3)
         if eager:
-            decoder._round = broken_trace(decoder._round)
+            decoder.round_of = broken_trace(decoder.round_of)
         matcher = GrammarMatcher(grammar, load_vocabulary(demo[1]))
         steps = decoder.stream(prompt, controller=matcher, max_tokens=30)
         streams.append([step.token for step in steps])

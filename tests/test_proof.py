@@ -76,13 +76,13 @@ class GreedyAsSampled(MTPHeadDrafter):
 
 def shared_noise(monkeypatch):
     """The correction is drawn with the noise of the first draft."""
-    uniforms = mlx_mtp.round.uniforms
+    uniforms = mlx_mtp.round.round_uniforms
 
-    def shared(keys, count):
-        draws = uniforms(keys, count)
+    def shared(keys, depth):
+        draws = uniforms(keys, depth)
         return mx.concatenate([draws[:, :-2], draws[:, :2]], axis=1)
 
-    monkeypatch.setattr(mlx_mtp.round, "uniforms", shared)
+    monkeypatch.setattr(mlx_mtp.round, "round_uniforms", shared)
 
 
 def no_rollback(monkeypatch):

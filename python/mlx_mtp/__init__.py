@@ -20,6 +20,7 @@ _HOME = {
     "Grammar": ".grammar",
     "speculative_step": ".speculative",
     "SpeculativeDecoder": ".speculative",
+    "BatchIterator": ".batch",
     "as_target": ".targets",
     "register_family": ".targets",
     "SamplingParams": ".sampling",

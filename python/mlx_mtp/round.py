@@ -13,11 +13,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
 from .drafters import DraftContext, Drafts
 from .ops import sample, verify_coupled, verify_draft
-from .sampling import FilterOrder, split_keys, uniforms
+from .sampling import FilterOrder, round_uniforms, split_keys, uniforms
 from .state import Adapter, Leaves, Position
+from .state.base import pad
 
 RoundState = dict[str, Any]
 
@@ -65,12 +67,15 @@ class Round:
 
     Args:
         target, drafter: See their protocols.
-        depth (int): K, the drafts of a round.
+        depth (int): K, the drafts of a round. 0 drafts nothing but keeps the drafter
+            up to date.
         adapters: Of the caches, as ``classify`` gives them. Default: the target's.
         greedy (bool): Every draw is an argmax; no random numbers are made.
         coupled (bool): Noise belongs to positions, see ``ops.verify_coupled``; the
             keys are the seeds of the streams and stay as they are.
         filter_order, draft_filter_order (str): See ``SamplingParams``.
+        width (int): T, the tokens that a state has room for. Rounds of unlike depths
+            take the same state if they have one width. Default: ``depth + 1``.
 
     ``traces`` counts how often the target was traced: once for each shape of the
     state and each attended length. It is 0 if the target cannot be traced.
@@ -87,16 +92,23 @@ class Round:
         coupled: bool = False,
         filter_order: FilterOrder = "temperature_first",
         draft_filter_order: FilterOrder | None = None,
+        width: int | None = None,
     ):
         self.target, self.drafter, self.depth = target, drafter, depth
         self.adapters = target.adapters if adapters is None else adapters
         self.greedy, self.coupled = greedy, coupled and not greedy
         self.filter_order = filter_order
         self.draft_filter_order = draft_filter_order or filter_order
-        self.width = depth + 1
+        self.width = width or depth + 1
         self.traces = 0
         self._compiled: dict[tuple[str, int], Any] = {}
         self._constants: dict[int, tuple[mx.array, mx.array]] = {}
+
+    @property
+    def way(self) -> tuple:
+        """How it draws tokens: greedy, coupled, and both filter orders."""
+        orders = self.filter_order, self.draft_filter_order
+        return self.greedy, self.coupled, *orders
 
     def begin(
         self,
@@ -131,7 +143,7 @@ class Round:
         if limit is not None:
             state["limit"] = mx.full((batch,), limit, mx.int32)
         if self.drafter.needs_hidden:
-            state["hidden"] = mx.pad(hidden, [(0, 0), (0, self.depth), (0, 0)])
+            state["hidden"] = pad(hidden, self.width, axis=1)
         return state, self.no_drafts(keys, state["offset"], draft_state)
 
     def no_drafts(self, keys, position, draft_state=None) -> Proposal:
@@ -185,63 +197,63 @@ class Round:
     def draft(self, state, attended) -> Proposal:
         """Proposes a block. ``state["given"]``, ``(B, K)``, has tokens that stand in it
         whatever the drafter says, and -1 in the other places."""
-        keys, draws, given = state["keys"], None, state.get("given")
-        if not (self.greedy or self.coupled):
-            keys, now = split_keys(keys)
-            # Draft draws, coins and the final draw are disjoint columns.
-            draws = uniforms(now, 3 * self.depth + 2)
+        draw, coins, keys = self.drawing(state)
+        given = state.get("given")
+
+        def place(logits, i):
+            tokens, stats = draw(logits, i)
+            return mx.where(given[:, i] < 0, tokens, given[:, i]), stats
+
         context = DraftContext(
             state["tokens"],
             state["count"],
             state.get("hidden"),
             attended,
-            self.depth,
-            self._drawer(state, keys, draws),
+            max(self.depth, 1),
+            draw if given is None else place,
             self._shared_kv(state, attended) if self.drafter.needs_shared_kv else None,
         )
         with drafting():
             drafts, draft_state = self.drafter.propose(state["draft"], context)
         if given is not None:
             drafts = _place(given, drafts)
+        if not self.depth:
+            drafts = Drafts(drafts.tokens[:, :0])
         if "limit" in state:
             room = state["limit"] - state["offset"] - 1
             lengths = self.depth if drafts.lengths is None else drafts.lengths
             drafts = drafts._replace(lengths=mx.minimum(lengths, room))
-        if draws is None:
-            coins = state["offset"] + 1 if self.coupled else None
-        else:
-            coins = draws[:, 2 * self.depth :]
         return Proposal(drafts, draft_state, coins, keys)
 
-    def _drawer(self, state, keys, draws):
+    def drawing(self, state):
+        """What draws the drafts, as in ``DraftContext``; the coins; the next keys."""
+        keys, draws, depth = state["keys"], None, max(self.depth, 1)
+        coins = state["offset"] + 1 if self.coupled else None
+        if not (self.greedy or self.coupled):
+            keys, now = split_keys(keys)
+            # Draft draws, coins and the final draw are disjoint columns.
+            draws = round_uniforms(now, depth)
+            coins = draws[:, 2 * depth if self.depth else -2 :]
+        return partial(self._draw, state, draws), coins, keys
+
+    def _draw(self, state, draws, logits, i):
         """``draw`` of a DraftContext; ``draws`` are the uniforms, if it takes any."""
-        given, position = state.get("given"), state["offset"] + 1  # of the first draft
-
-        def draw(logits, i):
-            options = {
-                **state["draft_params"],
-                "filter_order": self.draft_filter_order,
-            }
-            stats = None
-            if self.greedy:
-                tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
-            elif self.coupled:
-                nothing = mx.zeros((logits.shape[0], 0), mx.int32)
-                tokens, _, _ = verify_coupled(
-                    logits[:, None],
-                    nothing,
-                    seed=keys,
-                    position=position + i,
-                    **options,
-                )
-                tokens = tokens[:, 0]
-            else:
-                tokens, stats = sample(logits, draws[:, 2 * i : 2 * i + 2], **options)
-            if given is not None:
-                tokens = mx.where(given[:, i] < 0, tokens, given[:, i])
-            return tokens, stats
-
-        return draw
+        options = {
+            **state["draft_params"],
+            "filter_order": self.draft_filter_order,
+        }
+        if self.greedy:
+            return mx.argmax(logits, axis=-1).astype(mx.int32), None
+        if not self.coupled:
+            return sample(logits, draws[:, 2 * i : 2 * i + 2], **options)
+        tokens, _, _ = verify_coupled(
+            logits[:, None],
+            mx.zeros((logits.shape[0], 0), mx.int32),
+            seed=state["keys"],
+            position=state["offset"] + 1 + i,
+            **options,
+        )
+        return tokens[:, 0], None
 
     def _shared_kv(self, state, attended):
         """Views of the target's keys and values, at the newest row that they hold."""
@@ -282,10 +294,14 @@ class Round:
                 for adapter, view in zip(self.adapters, views, strict=True)
             ],
         }
+        if self.width > rows.shape[1]:
+            verified["leaves"] = tree_map(
+                lambda x, old: pad_to(x, old.shape), verified["leaves"], state["leaves"]
+            )
         if "hidden" in state:
             if out.hidden is None:
                 raise StepDown("the model gave no hidden rows")
-            verified["hidden"] = out.hidden
+            verified["hidden"] = pad(out.hidden, self.width, axis=1)
         if offset is None:
             self.traces += 1
         return verified, out.logits
@@ -340,8 +356,8 @@ class Round:
         """
         drafts, count = Drafts(*proposal.drafts), accepted + 1
         depth = drafts.tokens.shape[1]
-        # The prompt's own row is in the caches already.
-        steps = count if depth else mx.zeros_like(count)
+        # In front of the first commit the prompt's last row is in the caches already.
+        steps = count if "count" in verified else mx.zeros_like(count)
         spare = self.width - tokens.shape[1]
         if spare:
             tokens = mx.pad(tokens, [(0, 0), (0, spare)], constant_values=mx.array(-1))
@@ -378,6 +394,13 @@ class Round:
         if key not in self._compiled:
             self._compiled[key] = mx.compile(partial(function, attended=attended))
         return self._compiled[key](*args)
+
+
+def pad_to(x: mx.array, shape: Sequence[int]) -> mx.array:
+    """``x`` with zeros behind it along every axis, up to ``shape``."""
+    for axis, size in enumerate(shape):
+        x = pad(x, size, axis)
+    return x
 
 
 def _place(given: mx.array, drafts: Drafts) -> Drafts:

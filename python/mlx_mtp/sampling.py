@@ -110,3 +110,18 @@ def uniforms(keys: mx.array, count: int) -> mx.array:
     batch and every slot.
     """
     return mx.vmap(lambda key: mx.random.uniform(shape=(count,), key=key))(keys)
+
+
+def round_uniforms(keys: mx.array, depth: int) -> mx.array:
+    """The uniforms of a round of K drafts for each key, ``(B, 3 K + 2)`` float32.
+
+    Two for the draw of each draft, then a coin each, then two for the final draw. A
+    slot has the same ones at every depth of 1 to 8, of 9 to 16 and so on, so that a
+    stream may share the deeper rounds of a batch.
+    """
+    slots = -(-depth // 8) * 8
+    drawn = uniforms(keys, 3 * slots + 2)
+    final, rest = mx.split(drawn[:, : 3 * depth + 2], [2], axis=1)
+    rest = rest.reshape(-1, depth, 3)
+    draws, coins = rest[..., :2].reshape(-1, 2 * depth), rest[..., 2]
+    return mx.concatenate([draws, coins, final], axis=1)

@@ -75,7 +75,7 @@ class SpeculativeDecoder:
         depth: int | Literal["adaptive"] = 3,
         costs: Mapping[int, float] | None = None,
     ):
-        _check_depth(depth, drafter)
+        check_depth(depth, drafter)
         if drafter.needs_hidden and target.hidden_size is None:
             raise DrafterMismatch(
                 f"The {drafter.name} drafter reads hidden rows, which a "
@@ -109,6 +109,7 @@ class SpeculativeDecoder:
         kv_group_size: int = 64,
         quantized_kv_start: int = 0,
         memory: MemoryPolicy | None = None,
+        _make: Callable[..., Stream] = Stream,  # a batch makes rows of its own
     ) -> SpeculativeIterator:
         """Decodes one stream; iterate over the result for ``Step`` objects.
 
@@ -160,14 +161,9 @@ class SpeculativeDecoder:
         turns = None if caches is None else self._turns
         caches = self.target.make_cache() if caches is None else caches
         refuse_taken(caches)
-        stream = Stream(
-            partial(
-                self._round,
-                greedy,
-                coupled,
-                params.filter_order,
-                draft_params.filter_order,
-            ),
+        orders = params.filter_order, draft_params.filter_order
+        stream = _make(
+            partial(self.round_of, (greedy, coupled and not greedy, *orders)),
             self._pace(greedy, shaper is None and not hasattr(controller, "mask")),
             _check_prompt(prompt, self.target.vocab_size),
             caches,
@@ -203,7 +199,7 @@ class SpeculativeDecoder:
         """
         params = SamplingParams()
         Stream(
-            partial(self._round, True, False, params.filter_order, params.filter_order),
+            partial(self.round_of, (True, False, *2 * [params.filter_order])),
             FixedDepth(1),
             _check_prompt(tokens, self.target.vocab_size),
             caches,
@@ -291,16 +287,19 @@ class SpeculativeDecoder:
             self._acceptance[greedy],
         )
 
-    def _round(
-        self, greedy: bool, coupled: bool, order, draft_order, depth: int, caches
+    def round_of(
+        self, way: tuple, depth: int, caches, width: int | None = None
     ) -> Round:
-        adapters = classify(caches, self.target.adapters, depth + 1)
+        """The round that draws as ``Round.way`` says, compiled once for all streams."""
+        greedy, coupled, order, draft_order = way
+        width = width or depth + 1
+        adapters = classify(caches, self.target.adapters, width)
         # A compiled round has the weights of its trace as constants.
         tree = [self.target.weights(), self.drafter.weights()]
         weights = [x for _, x in tree_flatten(tree)]
         if list(map(id, weights)) != list(map(id, self._weights)):
             self._rounds, self._weights = {}, weights
-        key = (depth, greedy, coupled, order, draft_order, adapters)
+        key = (depth, width, way, adapters)
         if key not in self._rounds:
             self._rounds[key] = Round(
                 self.target,
@@ -311,6 +310,7 @@ class SpeculativeDecoder:
                 coupled=coupled,
                 filter_order=order,
                 draft_filter_order=draft_order,
+                width=width,
             )
         return self._rounds[key]
 
@@ -339,13 +339,15 @@ class SpeculativeIterator(Iterator[Step]):
     """
 
     def __init__(self, stream: Stream):
-        self.telemetry = stream.telemetry
+        self.stream, self.telemetry = stream, stream.telemetry
         # Nothing in the stream refers to this object, so dropping it closes the
         # generator at once.
-        self._steps = stream.run()
+        self.steps = stream.run()
 
     def __next__(self) -> Step:
-        return next(self._steps)
+        while (step := next(self.steps)) is None:
+            pass  # between two chunks of the prompt
+        return step
 
     def __enter__(self):
         return self
@@ -355,10 +357,10 @@ class SpeculativeIterator(Iterator[Step]):
 
     def close(self) -> None:
         """Ends the stream where the caller is and gives the caches back."""
-        self._steps.close()
+        self.steps.close()
 
 
-def _check_depth(depth, drafter) -> None:
+def check_depth(depth, drafter) -> None:
     if depth == "adaptive":
         return
     if (

@@ -208,9 +208,10 @@ class Stream:
         self._earlier = 0  # of those in the caches, tokens of earlier streams
         self._read_at = 0.0  # when the host last read the device
 
-    def run(self) -> Iterator[Step]:
+    def run(self) -> Iterator[Step | None]:
+        """Its steps; None between two chunks of the prompt."""
         try:
-            logits = self._prefill()
+            logits = yield from self._prefill()
             while True:
                 yield from self._force()
                 if self._ended:
@@ -254,9 +255,7 @@ class Stream:
             try:
                 block = self._read(pending)
             except StepDown as error:
-                self._step_down(error)
-                flagged = self._block is not None and self._block.accepted < 0
-                return pending.logits[:, :1] if flagged else None
+                return self._stepped_down(error, pending)
             logits = pending.logits
             tokens, last = self._cut(block.tokens)
             if block.fed and not block.given:
@@ -275,16 +274,28 @@ class Stream:
                 last = ahead is None or not self._submit(ahead)
                 pending = ahead
             del ahead
-            for i, token in enumerate(tokens):
-                forced = i < block.given
-                drafted = i < block.accepted and not forced
-                step = self._take(token, drafted, partial(block.row, i), forced)
-                self.telemetry.round_tokens += block.fed and not forced
-                block.kept = i + 1
-                yield step
+            yield from self._emit(block, tokens)
             if last:
-                # Cut in the middle, the block has the row behind its last token.
-                return None if block.unfed else logits[:, block.kept :][:, :1]
+                return self._row_behind(block, logits)
+
+    def _stepped_down(self, error: StepDown, pending) -> mx.array | None:
+        """Steps down; the logits behind the newest token, if a round has them."""
+        self._step_down(error)
+        flagged = self._block is not None and self._block.accepted < 0
+        return pending.logits[:, :1] if flagged else None
+
+    def _emit(self, block: _Block, tokens: Sequence[int]) -> Iterator[Step]:
+        for i, token in enumerate(tokens):
+            forced = i < block.given
+            drafted = i < block.accepted and not forced
+            step = self._take(token, drafted, partial(block.row, i), forced)
+            self.telemetry.round_tokens += block.fed and not forced
+            block.kept = i + 1
+            yield step
+
+    def _row_behind(self, block: _Block, logits: mx.array) -> mx.array | None:
+        """Cut in the middle, a block has the row behind its last token."""
+        return None if block.unfed else logits[:, block.kept :][:, :1]
 
     def _plain(self, logits: mx.array) -> Generator[Step, None, mx.array]:
         """Decodes without drafts, one token ahead, until there are to be rounds.
@@ -315,7 +326,7 @@ class Stream:
                     raise self._unusable(self._cached - 1)
                 self._count_plain()
                 last = self._cut([value])[1]
-                step = self._take(value, False, partial(_decided_row, [row], 0))
+                step = self._take(value, False, partial(decided_row, [row], 0))
             except BaseException:
                 del self._loose[before:]
                 for (adapter, cache), mark in zip(self._parts, marks, strict=True):
@@ -384,9 +395,13 @@ class Stream:
         return Step(token, from_draft, row, forced)
 
     @property
+    def stopped(self) -> bool:
+        """Whether the newest token is one that it ends with."""
+        return self._last in self._stop_tokens
+
+    @property
     def _ended(self) -> bool:
-        emitted = self.telemetry.emitted
-        return emitted >= self._max_tokens or self._last in self._stop_tokens
+        return self.telemetry.emitted >= self._max_tokens or self.stopped
 
     def _cut(self, tokens: list[int]) -> tuple[list[int], bool]:
         """The tokens up to a stop, the limit or a forced one; whether one was met."""
@@ -452,30 +467,38 @@ class Stream:
     def feed(self) -> None:
         """Feeds the prompt and emits nothing."""
         try:
-            self._prefill(apart=0)
+            for _ in self._prefill(apart=0):
+                pass
         finally:
             self._close()
 
-    def _prefill(self, apart: int = 1) -> mx.array | None:
-        """Feeds the prompt, its last token on its own; the logits of the last row."""
+    def _prefill(self, apart: int = 1) -> Generator[None, None, mx.array | None]:
+        """Feeds the prompt, its last token on its own; the logits of the last row.
+
+        Yields between two chunks.
+        """
         with self.telemetry.phase("prefill"):
             total = self._prompt.size
             self._turn = self._begin(total)
             self._earlier = self._turn.tokens.size
             self._progress(0, total)
-            done = 0
-            logits = None
-            while total - done > apart:
-                count = min(self._prefill_step_size, total - done - apart)
+        done = 0
+        while total - done > apart:
+            count = min(self._prefill_step_size, total - done - apart)
+            with self.telemetry.phase("prefill"):
                 self._feed(self._prompt[done : done + count])
                 mx.clear_cache()
                 done += count
                 self._progress(done, total)
-            if apart:
-                logits = self._feed(self._prompt[-1:])
-                mx.eval(logits)
-                self._progress(total, total)
-            return logits
+            if total - done > apart:
+                yield
+        if not apart:
+            return None
+        with self.telemetry.phase("prefill"):
+            logits = self._feed(self._prompt[-1:])
+            mx.eval(logits)
+            self._progress(total, total)
+        return logits
 
     def _begin(self, total: int) -> Turn:
         """The turn in front of the prompt, an earlier one's if it left the caches."""
@@ -866,13 +889,17 @@ class Stream:
         if pending.counts is not None:
             with self.telemetry.phase("wait"):
                 accepted, drafted, *tokens = _read_counts(pending.counts)
-            row = partial(_row, pending.logits, pending.masks)
+            row = partial(masked_row, pending.logits, pending.masks)
         else:
             with self.telemetry.phase("shape"):
                 decision, drafted = self._decide(pending)
             accepted, tokens = decision.accepted, decision.tokens
-            row = partial(_decided_row, decision.logits)
-        given = max(min(pending.given, drafted), 0)
+            row = partial(decided_row, decision.logits)
+        return self._note(fed, pending.given, accepted, drafted, tokens, row)
+
+    def _note(self, fed, given, accepted, drafted, tokens, row) -> _Block:
+        """Counts a round that was read."""
+        given = max(min(given, drafted), 0)
         block = _Block(self._length, fed, accepted, tokens[: accepted + 1], row, given)
         self._block, self._replayable = block, None
         if accepted < 0 and not fed:
@@ -882,9 +909,13 @@ class Stream:
         self._length += fed + accepted
         block.seconds = self._since_read()
         if fed:
-            self.telemetry.count_depth(self._round.depth)
+            self.telemetry.count_depth(self.round_depth)
             self.telemetry.count_round(drafted - given, accepted - given)
         return block
+
+    @property
+    def round_depth(self) -> int:
+        return self._round.depth
 
     def _unusable(self, position: int) -> UnusableLogits:
         return UnusableLogits(
@@ -894,20 +925,22 @@ class Stream:
 
     def _decide(self, pending: _Pending) -> tuple[Decision, int]:
         """Lets the host choose the tokens of a block and commits them."""
-        proposal = pending.proposal
-        drafts = Drafts(*proposal.drafts)
-        tokens = [self._tokens[self._earlier :], mx.array(self._taken, mx.int32)]
-        history = mx.concatenate(tokens)
-        decision = self._shaper.decide(
-            history,
-            pending.logits,
-            drafts,
-            proposal.uniforms,
-            self._free,
-        )
+        decision, drafted = self._decision(pending.proposal, pending.logits)
         tokens = mx.array([decision.tokens], mx.int32)
         self._state, _ = self._round.commit(
-            self._state, proposal, tokens, mx.array([decision.accepted], mx.int32)
+            self._state,
+            pending.proposal,
+            tokens,
+            mx.array([decision.accepted], mx.int32),
+        )
+        return decision, drafted
+
+    def _decision(self, proposal: Proposal, logits: mx.array) -> tuple[Decision, int]:
+        """What the host chooses of a block, and how many tokens were drafted."""
+        drafts = Drafts(*proposal.drafts)
+        tokens = [self._tokens[self._earlier :], mx.array(self._taken, mx.int32)]
+        decision = self._shaper.decide(
+            mx.concatenate(tokens), logits, drafts, proposal.uniforms, self._free
         )
         drafted = drafts.tokens.shape[1]
         return decision, drafted if drafts.lengths is None else drafts.lengths.item()
@@ -925,11 +958,11 @@ def _evaluated(draft_state):
     return draft_state
 
 
-def _row(logits: mx.array, masks: mx.array | None, i: int) -> mx.array:
+def masked_row(logits: mx.array, masks: mx.array | None, i: int) -> mx.array:
     return logits[0, i] if masks is None else apply_mask(masks[0, i], logits[0, i])
 
 
-def _decided_row(rows: list[mx.array], i: int) -> mx.array:
+def decided_row(rows: list[mx.array], i: int) -> mx.array:
     return rows[i][0]
 
 
