@@ -270,7 +270,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         self._alone = self._probe()
         self._requests: dict[int, _Request] = {}
         self._outputs: dict[int, BatchOutput] = {}
-        self._next_id = 0
+        self._next_id, self._fed = 0, -1  # the id that was fed last
         self._slots: list[_Request | None] = []
         self._state: RoundState | None = None
         self._replayable: list | None = None  # leaves behind the round in flight
@@ -352,11 +352,10 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         ahead = self._build(unread=True) if self._builds_ahead else None
         for request, share in self._read():
             self._advance(request, share)
-        reading = False
         for request in at_rest:
-            if not (request.reads_prompt and reading):
-                reading = reading or request.reads_prompt
+            if not request.reads_prompt:
                 self._advance(request)
+        self._read_prompts()
         self._tidy()
         if self._seated:
             if ahead is None or self._stale:
@@ -367,6 +366,15 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         return list(self._outputs.values())
 
     # Requests
+
+    def _read_prompts(self) -> None:
+        """Feeds a piece of one prompt; the newcomers take turns."""
+        reading = [r for r in self._requests.values() if r.reads_prompt]
+        if not reading:
+            return
+        request = next((r for r in reading if r.id > self._fed), reading[0])
+        self._fed = request.id
+        self._advance(request)
 
     def _make(self, depth, find_round, pace, prompt, caches, *args, **options):
         """A row, or a stream of its own where it cannot be one."""
