@@ -1,6 +1,7 @@
 """Adaptive depth: the tokens stay exact, and the policy finds the depth that pays."""
 
 import random
+from collections import defaultdict
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +15,14 @@ from tiny import (
     random_prompt,
 )
 
-from mlx_mtp.adaptive import PRIOR, Acceptance, AdaptiveDepth, Costs, FixedDepth
+from mlx_mtp.adaptive import (
+    PRIOR,
+    Acceptance,
+    AdaptiveDepth,
+    BatchDepth,
+    Costs,
+    FixedDepth,
+)
 from mlx_mtp.drafters import Drafts, NGramDrafter
 from mlx_mtp.sampling import SamplingParams
 from mlx_mtp.speculative import SpeculativeDecoder, UnusableLogits
@@ -333,3 +341,28 @@ def test_acceptance_by_position_forgets_and_counts_missing_drafts():
     for _ in range(400):
         acceptance.add(3, 0)
     assert acceptance.at(0) < 0.06
+
+
+def test_wide_batches_go_to_plain_decoding_and_narrow_ones_draft():
+    """A round costs 1 for its weights and something for each verified row."""
+    rng, costs = random.Random(0), defaultdict(Costs)
+    pace = BatchDepth(costs, 6)
+    chosen = {}
+    for slots, rounds in ((1, 150), (32, 150), (1, 60), (32, 60)):
+        depths = []
+        for _ in range(rounds):
+            depth = pace.depth
+            accepted = [
+                next((i for i in range(depth) if rng.random() > 0.7), depth)
+                for _ in range(slots)
+            ]
+            seconds = 1 + 0.1 * slots * (depth + 1) + (0.2 if depth else 0)
+            pace.add_rows(slots, accepted, seconds)
+            depths.append(depth)
+        chosen.setdefault(slots, []).append(depths)
+    for depths in chosen[1]:
+        assert sum(depth >= 2 for depth in depths[-40:]) > 30
+    for depths in chosen[32]:
+        assert depths[-40:].count(0) > 30
+    # What is known of a number of slots is known when they are there again.
+    assert chosen[32][1].count(0) > 50

@@ -144,6 +144,57 @@ def test_other_families(family):
     assert (pool.batch.rounds == 0) == (family == "llama4")
 
 
+# Depth
+
+
+class Changing:
+    """Takes depths in turn."""
+
+    max_depth = 4
+
+    def __init__(self):
+        self.depth, self.seen = 4, []
+
+    def add_rows(self, slots, accepted, seconds):
+        self.seen.append((slots, self.depth, accepted, seconds))
+        self.depth = (3, 0, 0, 1, 4, 0, 2)[len(self.seen) % 7]
+
+
+@pytest.mark.parametrize("name", ["hybrid", "window"])
+def test_rounds_of_changing_depth_change_no_greedy_or_coupled_row(pools, name):
+    """Plain steps among them; the drafter keeps up."""
+    mixed = pools[f"{name}, mixed"]
+    target, drafter = mixed.decoder.target, mixed.decoder.drafter
+    batch = BatchIterator(SpeculativeDecoder(target, drafter, 4), prefill_step_size=16)
+    batch._pace, batch._adaptive = Changing(), True
+    some = [
+        r for r in mixed.requests if "params" not in r.options or "coupled" in r.options
+    ]
+    ids = [batch.add(r.prompt, **r.build()) for r in some]
+    telemetry = [batch.telemetry(i) for i in ids]
+    steps, _ = read(batch)
+    assert [compare(r, steps[i]) for i, r in zip(ids, some, strict=True)] == [0] * len(
+        some
+    )
+    depths = {depth for t in telemetry for depth in t.depths}
+    assert depths >= {0, 1, 2, 3, 4}
+    assert all(
+        0 <= max(accepted) <= depth and seconds > 0
+        for _, depth, accepted, seconds in batch._pace.seen
+    )
+
+
+def test_an_adaptive_batch_measures_its_slots(llama):
+    decoder = SpeculativeDecoder(as_target(llama), NGramDrafter(), "adaptive")
+    batch = BatchIterator(decoder)
+    ids = [batch.add(prompt(i, 128), max_tokens=60) for i in range(3)]
+    steps, _ = read(batch)
+    for i, id_ in enumerate(ids):
+        expected = plain_tokens(llama, prompt(i, 128), 60)
+        assert [step.token for step in steps[id_]] == expected
+    assert 0 in decoder.batch_costs[4]
+
+
 # Ends
 
 

@@ -9,7 +9,7 @@ ended, so the tokens keep their distribution.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 KEPT = 16  # newest measurements of a cost
@@ -243,3 +243,31 @@ class AdaptiveDepth:
     def _move(self, depth: int) -> None:
         self.depth, self._rounds, self._better = depth, 0, 0
         self._known = depth in self.costs
+
+
+class BatchDepth(AdaptiveDepth):
+    """The depth of the rounds of a batch, with costs for each number of its slots.
+
+    The more rows, the less of a round is reading weights, and the dearer are drafts
+    that are rejected: a wide batch may be fastest without any.
+
+    Args:
+        costs: ``Costs`` by number of slots; kept up to date.
+        max_depth (int): The deepest it may choose.
+    """
+
+    def __init__(self, costs: Mapping[int, Costs], max_depth: int):
+        self._by_slots, self._slots = costs, 1
+        super().__init__(costs[1], max_depth)
+
+    def add_rows(self, slots: int, accepted: Sequence[int], seconds: float) -> None:
+        """Takes one round of a batch: what each of its rows accepted."""
+        if slots != self._slots:
+            self._slots, self.costs = slots, self._by_slots[slots]
+            self._move(self._best() if 0 in self.costs else 0)
+            return
+        *others, last = accepted
+        if self.depth:
+            for count in others:
+                self.acceptance.add(self.depth, count)
+        self.add(last, seconds)

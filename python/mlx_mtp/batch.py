@@ -7,6 +7,7 @@ leave, and every row has its own offset, so nothing is padded on the left.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
 
-from .adaptive import FixedDepth
+from .adaptive import BatchDepth, FixedDepth
 from .batch_round import BatchRound
 from .drafters import Drafts
 from .round import Proposal, Round, RoundState, StepDown, pad_to
@@ -223,7 +224,9 @@ class BatchIterator(Iterator[list[BatchOutput]]):
     has its own parameters, seed, processors, controller, stops and depth, and the
     tokens that it would have alone; another height of a matrix product may round
     otherwise, so ties within rounding may fall to another token. One that fails ends
-    alone. What no batch can have, quantised keys and values from ``kv_bits`` and models
+    alone. An adaptive decoder chooses one depth for the whole batch, round by round;
+    the tokens of a sampled row then depend on time, as those of a stream do. What no
+    batch can have, quantised keys and values from ``kv_bits`` and models
     that cannot be traced, is decoded in turns beside it.
 
     It belongs to the thread that made it; see ``Scheduler`` for several threads.
@@ -258,10 +261,13 @@ class BatchIterator(Iterator[list[BatchOutput]]):
             )
         self.decoder, self.max_rows = decoder, max_rows
         self.prefill_step_size = prefill_step_size
-        adaptive = decoder.depth == "adaptive"
-        deepest = min(MAX_ADAPTIVE, decoder.drafter.max_depth)
-        self.pace = FixedDepth(deepest if adaptive else decoder.depth)
-        self.width = self.pace.max_depth + 1
+        self._adaptive = decoder.depth == "adaptive"
+        if self._adaptive:
+            deepest = min(MAX_ADAPTIVE, decoder.drafter.max_depth)
+            self._pace = BatchDepth(decoder.batch_costs, deepest)
+        else:
+            self._pace = FixedDepth(decoder.depth)
+        self.width = self._pace.max_depth + 1
         self.rounds = self.row_rounds = 0  # read, and rows that they had in all
         self.capacity = 0  # tokens that a slot has room for
         self._adapters = classify(
@@ -278,6 +284,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         self._rounds: dict[tuple, BatchRound] = {}
         self._checked: set[tuple] = set()  # those that have the weights of now
         self._stale = False  # whether a round built ahead is of another state
+        self._read_at: float | None = None  # None: a turn did more than a round
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -285,7 +292,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
     @property
     def depth(self) -> int:
         """Drafts of the next round."""
-        return self.pace.depth
+        return self._pace.depth
 
     def add(self, prompt, *, depth: int | None = None, **options) -> int:
         """Adds a request, which begins with the next turn.
@@ -356,6 +363,8 @@ class BatchIterator(Iterator[list[BatchOutput]]):
             if not request.reads_prompt:
                 self._advance(request)
         self._read_prompts()
+        if at_rest or self._stale:
+            self._read_at = None
         self._tidy()
         if self._seated:
             if ahead is None or self._stale:
@@ -599,6 +608,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         self._pending = self._replayable = None
         self._state = {k: x for k, x in self._state.items() if k not in CONTROLS}
         self.rounds += 1
+        self._measure(pending, [rows[slot][0] for slot in pending.requests])
         shares = []
         for slot, request in pending.requests.items():
             if self._slots[slot] is not request:
@@ -612,6 +622,13 @@ class BatchIterator(Iterator[list[BatchOutput]]):
             share = Share(accepted, drafted, tokens, row, pending.logits, slot, given)
             shares.append((request, share))
         return shares
+
+    def _measure(self, pending: _Pending, accepted: list[int]) -> None:
+        """Tells an adaptive depth what a round gave and took, if a turn was no more."""
+        before, self._read_at = self._read_at, time.perf_counter()
+        if self._adaptive and before and pending.round.depth == self.depth:
+            seconds = self._read_at - before
+            self._pace.add_rows(len(self._slots), accepted, seconds)
 
     # Rows that need the host
 

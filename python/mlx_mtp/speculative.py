@@ -84,6 +84,7 @@ class SpeculativeDecoder:
         drafter.check(target)
         self.target, self.drafter, self.depth = target, drafter, depth
         self._costs: dict[bool, Costs] = defaultdict(lambda: Costs(costs))
+        self.batch_costs: dict[int, Costs] = defaultdict(Costs)  # by slots
         self._acceptance: dict[bool, Acceptance] = defaultdict(Acceptance)
         self._rounds: dict[tuple, Round] = {}
         self._weights: list[mx.array] = []
