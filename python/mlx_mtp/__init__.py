@@ -21,6 +21,7 @@ _HOME = {
     "speculative_step": ".speculative",
     "SpeculativeDecoder": ".speculative",
     "BatchIterator": ".batch",
+    "Scheduler": ".scheduler",
     "as_target": ".targets",
     "register_family": ".targets",
     "SamplingParams": ".sampling",
