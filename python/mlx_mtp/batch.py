@@ -226,7 +226,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
     otherwise, so ties within rounding may fall to another token. One that fails ends
     alone. An adaptive decoder chooses one depth for the whole batch, round by round;
     the tokens of a sampled row then depend on time, as those of a stream do. What no
-    batch can have, quantised keys and values from ``kv_bits`` and models
+    batch can have, such as ``kv_bits``, a ``memory`` policy of one request and models
     that cannot be traced, is decoded in turns beside it.
 
     It belongs to the thread that made it; see ``Scheduler`` for several threads.
@@ -390,6 +390,8 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         reason, deepest = self._alone, self.width - 1
         if options["quantisation"] is not None:
             reason = "keys and values that are quantised on the way"
+        elif options["memory"] is not None:
+            reason = "a memory policy of its own"
         elif classify(caches, self.decoder.target.adapters, self.width) != (
             self._adapters
         ):
