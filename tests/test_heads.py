@@ -1,17 +1,20 @@
 """Heads of every family: loaded from raw checkpoints and held to a reference."""
 
 import warnings
+from importlib import import_module
 from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
-from head_families import FAMILIES, tiny_checkpoint
+from head_families import FAMILIES, full_config, tiny_checkpoint
 from mlx.utils import tree_flatten, tree_map
 from test_caches import Case, random_plan
 from tiny import plain_tokens, random_prompt
 
 from mlx_mtp.drafters import DraftContext, MTPHeadDrafter
+from mlx_mtp.heads.checkpoint import build_head, find_spec
 from mlx_mtp.loading import load, load_head, probe_head, save_head
 from mlx_mtp.speculative import SpeculativeDecoder
 from mlx_mtp.targets import as_target, takes_heads
@@ -212,3 +215,26 @@ def test_fp8_blocks_of_a_raw_head_are_scaled(tmp_path):
         strict=True,
     ):
         assert 0 < mx.abs(x - y).max() < 0.1 * mx.abs(y).max()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_a_qwen_head_scales_its_rotation_as_the_trunk(family):
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10000.0,
+    }
+    config = full_config(family)
+    config |= {"rope_parameters" if family == "qwen3_5" else "rope_scaling": dict(yarn)}
+    config |= {"partial_rotary_factor": 0.5}
+    head = build_head(config, find_spec(config))
+    module = import_module(f"mlx_lm.models.{family}")
+    model = module.Model(module.ModelArgs.from_dict(config))
+    trunk = getattr(model, "language_model", model).model.layers[1].self_attn
+    x = mx.random.normal((1, 1, 300, 16))
+    turned = head.layers[0].self_attn.rope(x, offset=0)
+    assert mx.array_equal(turned, trunk.rope(x, offset=0))
+    plain = nn.RoPE(8, base=10000.0)(x)
+    assert not mx.allclose(turned, plain, atol=1e-2)

@@ -10,15 +10,18 @@ from .spec import QWEN, HeadSpec
 
 
 def _qwen(m, args, config, index):
-    """Dense layers, with what ``Layer`` has of its own for chained steps."""
-    shape = HeadConfig.from_dict(config)
-    return [Layer(shape) for _ in range(shape.mtp_num_hidden_layers)]
-
-
-def _qwen_moe(m, args, config, index):
+    """Layers of ``Layer``, for what that has for chained steps."""
     shape = HeadConfig.from_dict({"intermediate_size": 0, **config})
-    block = getattr(m, "SparseMoeBlock", None) or m.Qwen3NextSparseMoeBlock
-    return [Layer(shape, block(args)) for _ in range(shape.mtp_num_hidden_layers)]
+    attention = getattr(m, "Attention", None) or m.Qwen3NextAttention
+    experts = getattr(m, "SparseMoeBlock", None) or m.Qwen3NextSparseMoeBlock
+    return [
+        Layer(
+            shape,
+            experts(args) if args.num_experts else None,
+            attention(args).rope,  # scaled as the trunk's
+        )
+        for _ in range(shape.mtp_num_hidden_layers)
+    ]
 
 
 def _appended(name):
@@ -40,7 +43,7 @@ APPENDED = (
 )
 
 DENSE = replace(QWEN, layers=_qwen)
-QWEN_MOE = replace(QWEN, family="Qwen3.5 MoE", layers=_qwen_moe)
+QWEN_MOE = replace(DENSE, family="Qwen3.5 MoE")
 QWEN_NEXT = replace(
     QWEN_MOE,
     family="Qwen3-Next",

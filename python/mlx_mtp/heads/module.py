@@ -58,7 +58,7 @@ class HeadConfig:
 class Attention(nn.Module):
     """Gated attention with normalised queries and keys and partial rotation."""
 
-    def __init__(self, config: HeadConfig):
+    def __init__(self, config: HeadConfig, rope: nn.Module | None = None):
         super().__init__()
         self.heads, self.kv_heads = (
             config.num_attention_heads,
@@ -66,7 +66,7 @@ class Attention(nn.Module):
         )
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
-        self.rope = nn.RoPE(
+        self.rope = rope or nn.RoPE(
             int(config.head_dim * config.partial_rotary_factor),
             traditional=False,
             base=config.rope_theta,
@@ -111,12 +111,18 @@ class Layer(nn.Module):
     Args:
         config (HeadConfig): Its shape.
         mlp (Module, optional): In place of a dense MLP, such as a mixture of experts.
+        rope (Module, optional): In place of a plain rotation.
     """
 
-    def __init__(self, config: HeadConfig, mlp: nn.Module | None = None):
+    def __init__(
+        self,
+        config: HeadConfig,
+        mlp: nn.Module | None = None,
+        rope: nn.Module | None = None,
+    ):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, rope)
         self.mlp = mlp or MLP(width, config.intermediate_size)
         self.input_layernorm = nn.RMSNorm(width, eps=eps)
         self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
