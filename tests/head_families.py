@@ -11,7 +11,7 @@ import head_reference as ref
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models import qwen3_5, qwen3_next
+from mlx_lm.models import deepseek_v32, qwen3_5, qwen3_next
 
 from mlx_mtp.loading import DEMO
 
@@ -47,6 +47,12 @@ SIGMOID = {
     "routed_scaling_factor": 1.5,
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 1,
+}
+INDEXER = {
+    "index_head_dim": 24,
+    "index_n_heads": 12,  # scores of zero, which tie, are rare
+    "index_topk": 6,
+    "indexer_rope_interleave": False,
 }
 GATED_DELTA = {
     "num_hidden_layers": 2,
@@ -132,6 +138,33 @@ FAMILIES = {
         {**MLA, **SIGMOID, "num_key_value_heads": 4},
         ref.DeepSeek,
         **appended("DeepseekV3DecoderLayer"),
+    ),
+    "deepseek_v32": Tiny(
+        {**MLA, **SIGMOID, **INDEXER, "num_key_value_heads": 4},
+        ref.Sparse,
+        **appended("DeepseekV32DecoderLayer"),
+    ),
+    "glm_moe_dsa": Tiny(
+        {
+            **MLA,
+            **SIGMOID,
+            **INDEXER,
+            "num_key_value_heads": 4,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "moe_layer_freq": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "indexer_rope_interleave": True,
+        },
+        ref.Sparse,
+        **(
+            appended("")
+            | {
+                "layers": lambda m, args: {
+                    "model.layers.2.": deepseek_v32.DeepseekV32DecoderLayer(args, 2)
+                }
+            }
+        ),
     ),
     "glm4_moe": Tiny(
         {

@@ -39,13 +39,13 @@ def rope(x, dims, theta, interleaved=False):
     return np.concatenate([turned, rest], axis=-1)
 
 
-def attend(q, k, v, scale, window=None, sinks=None):
+def attend(q, k, v, scale, window=None, sinks=None, seen=True):
     """``q`` ``(T, heads, D)`` to ``k`` and ``v`` ``(T, kv heads, D)``, causally."""
     heads, groups = q.shape[1], k.shape[1]
     k, v = (np.repeat(x, heads // groups, axis=1) for x in (k, v))
     scores = np.einsum("thd,shd->hts", q, k) * scale
     rows, slots = np.ogrid[: len(q), : len(k)]
-    seen = slots <= rows
+    seen = seen & (slots <= rows)
     if window is not None:
         seen &= rows < slots + window
     scores = np.where(seen, scores, -np.inf)
@@ -132,9 +132,9 @@ class Reference:
         """Multi-head latent attention, its latents expanded."""
         c, heads = self.c, self.c["num_attention_heads"]
         nope, turned = c["qk_nope_head_dim"], c["qk_rope_head_dim"]
-        q = self.linear(f"{name}.q_a_proj", x)
-        q = self.linear(f"{name}.q_b_proj", self.norm(f"{name}.q_a_layernorm", q, eps))
-        q = q.reshape(len(x), heads, -1)
+        low = self.linear(f"{name}.q_a_proj", x)
+        low = self.norm(f"{name}.q_a_layernorm", low, eps)
+        q = self.linear(f"{name}.q_b_proj", low).reshape(len(x), heads, -1)
         kv = self.linear(f"{name}.kv_a_proj_with_mqa", x)
         latent, k_pe = kv[:, :-turned], kv[:, None, -turned:]
         latent = self.norm(f"{name}.kv_a_layernorm", latent, eps)
@@ -144,7 +144,11 @@ class Reference:
         k_pe = np.repeat(rope(k_pe, turned, c["rope_theta"], True), heads, axis=1)
         q = np.concatenate([q[..., :nope], q_pe], axis=-1)
         k = np.concatenate([kv[..., :nope], k_pe], axis=-1)
-        return attend(q, k, kv[..., nope:], q.shape[-1] ** -0.5)
+        seen = self.scores_mask(name, x, low)
+        return attend(q, k, kv[..., nope:], q.shape[-1] ** -0.5, seen=seen)
+
+    def scores_mask(self, name, x, latent_q):
+        return True
 
     def scaled(self, q, latent):
         return q, latent
@@ -208,6 +212,27 @@ class Sigmoid:
 class DeepSeek(Sigmoid, Appended):
     def attention(self, name, x):
         return self.linear(f"{name}.o_proj", self.mla(name, x).reshape(len(x), -1))
+
+
+class Sparse(DeepSeek):
+    """Attention to the rows that an indexer scores highest, as DeepSeek V3.2."""
+
+    def scores_mask(self, name, x, latent_q):
+        c, name = self.c, f"{name}.indexer"
+        heads, top = c["index_n_heads"], c["index_topk"]
+        q = self.linear(f"{name}.wq_b", latent_q).reshape(len(x), heads, -1)
+        k = self.linear(f"{name}.wk", x)
+        k = (k - k.mean(-1, keepdims=True)) / np.sqrt(k.var(-1, keepdims=True) + 1e-5)
+        k = k * self.raw[f"{name}.k_norm.weight"] + self.raw[f"{name}.k_norm.bias"]
+        turn = c["qk_rope_head_dim"], c["rope_theta"], c["indexer_rope_interleave"]
+        q, k = rope(q, *turn), rope(k[:, None], *turn)[:, 0]
+        w = self.linear(f"{name}.weights_proj", x) * heads**-0.5 * q.shape[-1] ** -0.5
+        scores = np.einsum("thd,sd->ths", q, k)
+        scores = (np.maximum(scores, 0) * w[..., None]).sum(1)
+        causal = np.tril(np.ones(scores.shape, bool))
+        scores = np.where(causal, scores, -np.inf)
+        kth = np.sort(scores, axis=-1)[:, ::-1][:, min(top, len(x)) - 1]
+        return causal & (scores >= kth[:, None])
 
 
 class Glm(Sigmoid, Appended):

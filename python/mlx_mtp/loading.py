@@ -848,10 +848,14 @@ class _FirstForward:
 
     batch, offset = 1, 0
 
+    def __getitem__(self, i):
+        return self  # layers with several caches
+
     def make_mask(self, width, return_array=False, window_size=None):
         return create_causal_mask(width, window_size=window_size)
 
     def update_and_fetch(self, keys, values):
+        self.keys, self.values = keys, values
         return keys, values
 
     def attend(self, q, k, v, scale: float) -> mx.array:

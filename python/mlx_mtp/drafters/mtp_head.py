@@ -37,16 +37,25 @@ class Rows(KVView):
         )
 
 
-class NoRows:
-    """The memory of a layer that keeps nothing."""
+class Parts(list):
+    """The memory of a layer that keeps no cache, or several, taken by their number."""
 
-    keys = values = ()
-
-    def __init__(self, batch: int):
+    def __init__(self, batch: int, parts=()):
+        super().__init__(parts)
         self.batch = batch
 
     def make_mask(self, width, return_array=False, window_size=None):
-        return None
+        if not self:
+            return None
+        return self[0].make_mask(width, return_array, window_size)
+
+
+def _memory(batch: int, parts: list):
+    return parts[0] if len(parts) == 1 else Parts(batch, parts)
+
+
+def _parts(memory) -> list:
+    return memory if isinstance(memory, Parts) else [memory]
 
 
 class Tail:
@@ -153,8 +162,10 @@ class MTPHeadDrafter:
     def begin(self, prompt, capacity):
         batch, dtype = prompt.shape[0], self.head.dtype
         buffers = []
-        for shape in (shape for shapes in self._shapes for shape in shapes):
-            sizes = (shape[:2], shape[2:]) if shape else ()
+        for shape in (
+            s for layers in self._shapes for shapes in layers for s in shapes
+        ):
+            sizes = (shape[:2], shape[2:])
             buffers.append(
                 tuple(mx.zeros((batch, n, capacity, d), dtype) for n, d in sizes)
             )
@@ -236,34 +247,33 @@ class MTPHeadDrafter:
     def _views(self, state, attended):
         """One memory a layer, in a list for each head."""
         buffers, offset, *_ = state
-        buffers, batch, views = iter(buffers), offset.shape[0], []
-        for j, shapes in enumerate(self._shapes):
-            memories = []
-            for shape, pair in zip(shapes, buffers, strict=False):
-                rows = Rows(*pair, offset, attended, j) if shape else NoRows(batch)
-                memories.append(rows)
-            views.append(memories)
-        return views
-
-    def _tails(self, views, offset, attended):
-        slots = mx.arange(attended)
+        buffers, batch = iter(buffers), offset.shape[0]
         return [
             [
-                view
-                if isinstance(view, NoRows)
-                else Tail(
-                    view,
-                    offset,
-                    (slots >= view.start) & (slots < offset[:, None, None, None]),
+                _memory(
+                    batch,
+                    [Rows(*next(buffers), offset, attended, j) for _ in shapes],
                 )
-                for view in memories
+                for shapes in layers
             ]
+            for j, layers in enumerate(self._shapes)
+        ]
+
+    def _tails(self, views, offset, attended):
+        slots, end = mx.arange(attended), offset[:, None, None, None]
+
+        def tail(rows):
+            return Tail(rows, offset, (slots >= rows.start) & (slots < end))
+
+        return [
+            [_memory(offset.shape[0], list(map(tail, _parts(m)))) for m in memories]
             for memories in views
         ]
 
     def _collect(self, views):
         return [
-            (view.keys, view.values) if isinstance(view, Rows) else ()
+            (rows.keys, rows.values)
             for memories in views
-            for view in memories
+            for memory in memories
+            for rows in _parts(memory)
         ]

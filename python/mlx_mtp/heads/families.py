@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
 from .module import Block, HeadConfig, Layer
 from .registry import Entry, Registry
@@ -114,6 +115,20 @@ def _exaone(m, args, config, index):
     ]
 
 
+def _sparse(m, args, config, index):
+    """GLM's module has DeepSeek's layers."""
+    home = import_module("mlx_lm.models.deepseek_v32")
+    return [home.DeepseekV32DecoderLayer(args, args.num_hidden_layers + index)]
+
+
+DEEPSEEK_V32 = HeadSpec(
+    "DeepSeek V3.2",
+    "deepseek_v32",
+    _sparse,
+    APPENDED,
+    source="vLLM deepseek_mtp",
+)
+GLM_DSA = replace(DEEPSEEK_V32, family="GLM MoE DSA", module="glm_moe_dsa")
 STEP = HeadSpec(
     "Step 3.5",
     "step3p5",
@@ -221,11 +236,8 @@ BAILING_MOE = replace(
     source="SGLang bailing_moe_nextn",
 )
 
-_SPARSE = "its layer has sparse attention with a second cache, which heads do not keep"
 _UNKNOWN = "the wiring of its head is not published"
 REFUSED = {
-    "deepseek_v32": _SPARSE,
-    "glm_moe_dsa": _SPARSE,
     "deepseek_v41": "its head has parts that mlx_lm has no layers for",
     "bailing_moe_v3": _UNKNOWN,
     "kimi_linear": _UNKNOWN,
@@ -248,6 +260,8 @@ for _types, _spec, _when in (
     ),
     (("qwen3_next",), QWEN_NEXT, None),
     (("deepseek_v3",), DEEPSEEK, None),
+    (("deepseek_v32",), DEEPSEEK_V32, None),
+    (("glm_moe_dsa",), GLM_DSA, None),
     (("glm4_moe",), GLM, None),
     (("glm4_moe_lite",), GLM_LITE, None),
     (("mimo",), MIMO, None),

@@ -222,16 +222,16 @@ class MTPHead(nn.Module):
         owner = self.embed_tokens if "embed_tokens" in self else target.embed
         return owner(tokens)
 
-    def kv_shapes(self) -> list[tuple[int, int, int, int] | None]:
-        """Heads and width of the keys, then of the values, of each layer.
+    def kv_shapes(self) -> list[list[tuple[int, int, int, int]]]:
+        """Heads and width of the keys, then of the values, of each cache of each layer.
 
-        ``None`` for a layer that keeps none. Builds a forward and computes nothing.
+        Builds a forward and computes nothing.
         """
         recorders = [_Recorder() for _ in self.layers]
         x = mx.zeros((1, self.config.hidden_size), self.dtype)
         for layer, recorder in zip(self.layers, recorders, strict=True):
             self._run(layer, x, recorder)
-        return [recorder.shape for recorder in recorders]
+        return [recorder.shapes() for recorder in recorders]
 
     def _run(self, layer, x, memory):
         if isinstance(layer, Layer):
@@ -248,11 +248,25 @@ class _Recorder:
 
     batch, offset, shape = 1, 0, None
 
+    def __init__(self):
+        self.parts: list[_Recorder] = []
+
+    def __getitem__(self, i: int) -> _Recorder:
+        """A cache of several: the layers that have such take them by their number."""
+        while len(self.parts) <= i:
+            self.parts.append(_Recorder())
+        return self.parts[i]
+
+    def shapes(self) -> list:
+        parts = self.parts or [self]
+        return [part.shape for part in parts if part.shape is not None]
+
     def make_mask(self, width, return_array=False, window_size=None):
         return mx.ones((width, width), mx.bool_)
 
     def update_and_fetch(self, keys, values):
         self.shape = (*keys.shape[1::2], *values.shape[1::2])
+        self.keys, self.values = keys, values
         return keys, values
 
     def attend(self, q, k, v, scale):
