@@ -24,6 +24,7 @@ from tiny import ScriptedDrafter, plain_tokens, random_prompt
 from mlx_mtp.speculative import SpeculativeDecoder
 from mlx_mtp.state import (
     KVAdapter,
+    RotatingAdapter,
     SteppedView,
     UnsupportedCache,
     check_stepped,
@@ -125,6 +126,26 @@ def test_prompts_below_at_and_beyond_the_windows(length):
 def test_windows_of_any_size(window, keep, plan):
     makers = [partial(Rotating, window, keep), partial(Rotating, window // 2 + 4, keep)]
     Case(WindowModel(*makers), tokens=120).check(plan, 100)
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(plan=st.lists(st.integers(0, DEPTH), min_size=8, max_size=20))
+def test_case_24_drafts_go_on_past_a_window_that_stays_bounded(plan):
+    """Window 16, prompt 10: token by token plain decoding, and the cache gets back its
+    last 16 rows."""
+    case = Case(WindowModel(*[partial(Rotating, 16)] * 2), 10, 80)
+    telemetry = case.check([*plan, DEPTH], 60)
+    assert telemetry.depths.keys() == {DEPTH} and telemetry.step_downs == 0
+    assert telemetry.rounds > 60 / (DEPTH + 1) - 2
+    caches = case.target.make_cache()
+    steps = case.decoder.stream(case.prompt, max_tokens=-1, caches=caches)
+    for _ in range(50):
+        next(steps)
+    steps.close()
+    assert caches[0].keys.shape[2] <= 16 and caches[0].offset == 10 + 50
+    width = DEPTH + 1
+    ring = RotatingAdapter.of(caches[0], width).adopt(caches[0], width, 512)
+    assert {x.shape[2] for x in ring} == {16 + 2 * width - 1}
 
 
 # Quantisation in the middle of a stream

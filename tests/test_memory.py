@@ -2,16 +2,21 @@
 
 import gc
 import json
+import random
 import shutil
+from contextlib import suppress
+from functools import partial
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
+from families import tiny_family
+from mlx_lm.models.cache import ArraysCache, QuantizedKVCache, RotatingKVCache
 from tiny import (
     ScriptedDrafter,
     plain_tokens,
     random_head,
     random_prompt,
+    start_row,
     tiny_llama,
     tiny_qwen,
 )
@@ -34,11 +39,12 @@ from mlx_mtp.memory import (
     best_dtype,
     largest_model,
 )
+from mlx_mtp.round import Round
 from mlx_mtp.sampling import SamplingParams
 from mlx_mtp.speculative import SpeculativeDecoder
-from mlx_mtp.state import classify
+from mlx_mtp.state import GatedDeltaAdapter, SteppedAdapter, classify
 from mlx_mtp.stream import bucket
-from mlx_mtp.targets import as_target
+from mlx_mtp.targets import TargetOutput, as_target
 
 # A plan may be this part of what MLX measures beside the weights, which depends on how
 # far the device lags behind the host.
@@ -75,11 +81,13 @@ def measured(target, drafter, prompt, tokens, depth, make=None, chunk=2048):
 def parts():
     llama = as_target(tiny_llama(vocab=2000))
     qwen = as_target(tiny_qwen(hidden=128))
+    mamba = tiny_family("mamba2", state_size=64, num_heads=16, head_dim=32)
     return {
         "llama": (llama, NGramDrafter()),
         "vocab": (as_target(tiny_llama(vocab=60000)), NGramDrafter()),
         "draft": (llama, DraftModelDrafter(llama, llama)),
         "qwen": (qwen, NGramDrafter()),
+        "mamba": (as_target(mamba), NGramDrafter()),
         "head": (qwen, random_head(qwen, hidden=128)),
     }
 
@@ -97,6 +105,8 @@ def parts():
         ("draft", 600, 40, 3, 16, None),
         ("qwen", 300, 60, 3, 16, None),
         ("qwen", 300, 60, 8, 16, None),
+        ("mamba", 40, 30, 2, 16, None),
+        ("mamba", 40, 30, 8, 16, None),
         ("head", 300, 60, 3, 16, None),
         ("head", 700, 60, 3, 2048, None),
     ],
@@ -245,6 +255,120 @@ def test_a_stream_that_fails_as_it_grows_leaves_what_it_emitted(scene, reserves_
     rows = mx.array([[*PROMPT, *tokens, tokens[-1]]])
     whole = scene.target.prefill(rows, scene.target.make_cache()).logits[:, -1]
     assert mx.allclose(row, whole, atol=1e-4)
+
+
+# States and slots
+
+
+class Recurrent:
+    """48 layers whose states have 144 MiB in all; nothing is allocated."""
+
+    vocab_size, hidden_size = 8, None
+
+    def __init__(self, adapter):
+        self.adapters = [adapter] * 48
+
+    def weights(self):
+        return ()
+
+    def make_cache(self):
+        return [ArraysCache(2) for _ in self.adapters]
+
+    def prefill(self, tokens, caches):
+        for cache in caches:
+            cache[0] = mx.zeros((1, 3, 64))
+            cache[1] = mx.zeros((1, 48, 128, 128))
+        return TargetOutput(mx.zeros((1, 1, 8)))
+
+
+MIB = 2**20
+
+
+def caches_of(adapter, depth):
+    footprint = Footprint(Recurrent(adapter), ScriptedDrafter([1], 8))
+    return footprint.plan(256, depth).caches / MIB
+
+
+def test_case_28_states_are_planned_by_depth_and_the_deepest_that_fits_is_used():
+    before = mx.get_active_memory()
+    # A state a row: two versions of depth + 2, and those of one layer once more.
+    for depth in (3, 6, 64):
+        assert caches_of(SteppedAdapter(), depth) == pytest.approx(
+            (depth + 2) * (144 * 2 + 6), rel=0.01
+        )
+    # Inputs of the steps in place of states: hardly more for a deep round.
+    assert caches_of(GatedDeltaAdapter(48), 3) == pytest.approx(144 * 3 + 9, rel=0.1)
+    assert caches_of(GatedDeltaAdapter(48), 64) < 0.05 * caches_of(SteppedAdapter(), 64)
+    for adapter, room, depth in (
+        (SteppedAdapter(), 3000, 8),
+        (SteppedAdapter(), 2400, 6),
+        (SteppedAdapter(), 1000, 1),
+        (SteppedAdapter(), 100, 0),
+        (GatedDeltaAdapter(48), 1024, 8),
+        (GatedDeltaAdapter(48), 100, 0),
+    ):
+        footprint = Footprint(Recurrent(adapter), ScriptedDrafter([1], 8))
+        policy = MemoryPolicy(room * MIB, "shrink")
+        chosen, reason = policy.choose(partial(footprint.plan, 256), 8, "256 tokens")
+        assert chosen == depth and (reason is None) == (depth == 8)
+    assert mx.get_active_memory() - before < MIB
+
+
+@pytest.mark.parametrize("name", ["llama", "quantised", "qwen"])
+def test_case_27_a_round_takes_memory_by_its_block_not_by_the_slots(parts, name):
+    target, _ = parts["llama" if name == "quantised" else name]
+    extra = []
+    for slots in (4096, 65536):
+        caches = target.make_cache()
+        if name == "quantised":
+            caches = [QuantizedKVCache(32) for _ in caches]
+        adapters = classify(caches, target.adapters, 4)
+        drafter = ScriptedDrafter([1] * 40, target.vocab_size)
+        round_ = Round(target, drafter, 3, adapters, greedy=True)
+        state, _ = start_row(round_, [1, 2, 3], slots, caches=caches)
+        for i in range(6):
+            if i == 2:
+                gc.collect()
+                mx.reset_peak_memory()
+                before = mx.get_active_memory()
+            state, result = round_(state, 256)
+            mx.eval(state, result)
+        extra.append(mx.get_peak_memory() - before)
+        del state, result
+    assert extra[1] - extra[0] < 2**18  # a copied layer would have 2 MiB or more
+
+
+def test_case_30_cancelled_anywhere_the_next_request_is_right(llama):
+    """In the prompt and in rounds, twice in a row now and then; memory comes back."""
+    decoder = SpeculativeDecoder(as_target(llama), NGramDrafter(), 3)
+    truth = plain_tokens(llama, PROMPT, 30)
+    rng, counts = random.Random(5), []
+
+    def cancel(done, total):
+        if done >= stop:
+            raise InterruptedError
+
+    def probe():
+        steps = decoder.stream(PROMPT, max_tokens=30)
+        assert [step.token for step in steps] == truth
+        gc.collect()
+        counts.append((steps.telemetry.accepted, mx.get_active_memory()))
+
+    probe()
+    for _ in range(20):
+        for _ in range(rng.choice([1, 1, 2])):
+            stop, caches = rng.choice([5, 15, 99]), decoder.target.make_cache()
+            steps = decoder.stream(
+                PROMPT, caches=caches, prefill_step_size=5, progress=cancel
+            )
+            with suppress(InterruptedError):
+                for _ in range(rng.randint(1, 25)):
+                    next(steps)
+            steps.close()
+            del steps, caches
+        probe()
+    assert len({accepted for accepted, _ in counts}) == 1
+    assert abs(counts[-1][1] - counts[0][1]) < 2**16
 
 
 # Loading

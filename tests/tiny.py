@@ -206,11 +206,14 @@ def random_prompt(length, vocab, seed):
     return mx.random.randint(0, vocab, (length,), key=mx.random.key(seed)).tolist()
 
 
-def start_row(round_, prompt, capacity, params=None, draft_params=None, seed=0):
+def start_row(
+    round_, prompt, capacity, params=None, draft_params=None, seed=0, caches=None
+):
     """The state of one stream behind its first token, and the counts of that token."""
     params = params or SamplingParams()
     target, drafter = round_.target, round_.drafter
-    rows, caches = mx.array([prompt], mx.int32), target.make_cache()
+    rows = mx.array([prompt], mx.int32)
+    caches = target.make_cache() if caches is None else caches
     draft_state = drafter.begin(rows, capacity)
     if len(prompt) > 1:
         out = target.prefill(rows[:, :-1], caches)

@@ -218,10 +218,8 @@ class Footprint:
         for adapter, cache in zip(self._adapters, self._caches, strict=True):
             leaves = adapter.adopt(cache, depth + 1, capacity)
             size = nbytes(leaves)
-            if depth and adapter.replayable(leaves) is not None:
-                size *= 3  # new arrays a round, beside those of the last two
-            elif hasattr(adapter, "window"):
-                size *= 2  # put in order, in a copy
+            if depth:
+                size *= adapter.versions
             total, largest = total + size, max(largest, size)
         return total + largest
 

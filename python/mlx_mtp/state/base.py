@@ -34,9 +34,11 @@ class Adapter(Protocol):
 
     Attributes:
         cache_class: The name of that class.
+        versions: How many of its leaves, from different rounds, there are at once.
     """
 
     cache_class: str
+    versions: int
 
     def adopt(self, cache: Any, width: int, capacity: int) -> Leaves:
         """The arrays of ``cache``, which is to be cleared then.

@@ -24,6 +24,10 @@ class ListAdapter:
     parts: tuple[Adapter, ...]
     cache_class = "CacheList"
 
+    @property
+    def versions(self):
+        return max(part.versions for part in self.parts)
+
     def adopt(self, cache, width, capacity):
         return [a.adopt(c, width, capacity) for a, c in self._pairs(cache.caches)]
 

@@ -78,6 +78,7 @@ class KVAdapter:
     """Leaves: keys, values ``(B, H, S, D)``."""
 
     cache_class = "KVCache"
+    versions = 1  # written in place
 
     @classmethod
     def of(cls, cache, width):

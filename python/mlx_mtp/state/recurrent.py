@@ -25,6 +25,7 @@ class ArraysAdapter:
     """What the adapters of ``ArraysCache`` have in common."""
 
     cache_class = "ArraysCache"
+    versions = 2  # of the last round, and of this one
 
     def clear(self, cache):
         cache.cache = [None] * len(cache.cache)
@@ -57,6 +58,7 @@ class GatedDeltaAdapter(ArraysAdapter):
     """
 
     key_heads: int
+    versions = 3  # and the state behind this round, which is dropped
 
     def adopt(self, cache, width, capacity):
         window, state = cache[0], cache[1]

@@ -76,6 +76,7 @@ class RotatingAdapter(KVAdapter):
     keep: int
     width: int
     cache_class = "RotatingKVCache"
+    versions = 2  # put in order, in a copy
 
     @classmethod
     def of(cls, cache, width):
