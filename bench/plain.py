@@ -3,14 +3,16 @@
     python bench/plain.py [--quick] [--json FILE]
 
 The drafter fails, and the next attempt at a round is put off, so all tokens are plain
-steps. Pairs of equal streams take turns; the greedy tokens must be equal. ``low`` is
-the lower end of the 95 % interval of the median ratio (sign test).
+steps; the third row is ``stream_generate(mtp=None)``. Pairs of equal streams take
+turns; the greedy tokens must be equal. ``low`` is the lower end of the 95 % interval of
+the median ratio (sign test). Ends with code 1 if one is below 0.95.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 
 import common
 import prompts
@@ -24,17 +26,23 @@ def main():
     args = p.parse_args()
     header = common.start(args)
     common.show_header(header)
-    rows = [measure(args, sampled) for sampled in (False, True)]
+    rows = [
+        measure(args, name, *make(args, sampled))
+        for name, make, sampled in (
+            ("greedy", stepped_down, False),
+            ("sampled", stepped_down, True),
+            ("mtp=None", without, False),
+        )
+    ]
     common.write(args.json, header, rows)
     sys.exit(any(row["low"] < 0.95 for row in rows))
 
 
-def measure(args, sampled: bool) -> dict:
-    import mlx.core as mx
+def stepped_down(args, sampled: bool):
+    """Our loop behind a drafter that fails, and ``mlx_lm``'s ``generate_step``."""
     import mlx_lm
     from mlx_lm.generate import generate_step
 
-    import mlx_mtp
     from mlx_mtp import SamplingParams, SpeculativeDecoder, stream
     from mlx_mtp.drafters import NGramDrafter
     from mlx_mtp.targets import as_target
@@ -44,9 +52,8 @@ def measure(args, sampled: bool) -> dict:
             raise RuntimeError("this drafter always fails")
 
     stream.MIN_PAUSE = 10**6
-    model, tokenizer = mlx_mtp.load("demo", probe=False)
+    model, _, prompt = demo()
     decoder = SpeculativeDecoder(as_target(model), Failing(), 3)
-    prompt = mx.array(tokenizer.encode(prompts.SMALL_TALK[0]))
     temperature = 0.8 if sampled else 0.0
     params = SamplingParams(temperature, filter_order="temperature_last")
     sampler = mlx_lm.sample_utils.make_sampler(temperature)
@@ -62,6 +69,38 @@ def measure(args, sampled: bool) -> dict:
         return [token for token, _ in steps]
 
     assert sampled or ours() == theirs()
+    return ours, theirs
+
+
+def without(args, sampled: bool):
+    """``stream_generate`` of both packages."""
+    import mlx_lm
+
+    import mlx_mtp
+
+    model, tokenizer, prompt = demo()
+
+    def tokens(package, **options):
+        steps = package.stream_generate(
+            model, tokenizer, prompt, args.tokens, **options
+        )
+        return [step.token for step in steps]
+
+    ours, theirs = partial(tokens, mlx_mtp, mtp=None), partial(tokens, mlx_lm)
+    assert ours() == theirs()
+    return ours, theirs
+
+
+def demo():
+    import mlx.core as mx
+
+    import mlx_mtp
+
+    model, tokenizer = mlx_mtp.load("demo", probe=False)
+    return model, tokenizer, mx.array(tokenizer.encode(prompts.SMALL_TALK[0]))
+
+
+def measure(args, name: str, ours, theirs) -> dict:
     pairs = 6 if args.quick else args.pairs
     clock = time.process_time if args.cpu else time.perf_counter
     seconds = common.alternate({"theirs": theirs, "ours": ours}, pairs, clock)
@@ -69,7 +108,7 @@ def measure(args, sampled: bool) -> dict:
         a / b for a, b in zip(seconds["theirs"], seconds["ours"], strict=True)
     )
     row = {
-        "name": "sampled" if sampled else "greedy",
+        "name": name,
         "ratio": common.median(ratios),
         "low": ratios[_rank(pairs)],
         "ours_tps": args.tokens / common.median(seconds["ours"]),
