@@ -21,6 +21,7 @@ from gemma import (
     save_assistant,
 )
 from mlx.utils import tree_flatten
+from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from test_exactness import (
     ALPHA,
@@ -48,10 +49,11 @@ from mlx_mtp.drafters import (
     Gemma4AssistantDrafter,
 )
 from mlx_mtp.loading import DEMO, load_drafter
-from mlx_mtp.round import Round
+from mlx_mtp.round import Round, stack_states
 from mlx_mtp.sampling import SamplingParams
 from mlx_mtp.speculative import SpeculativeDecoder
-from mlx_mtp.state import classify
+from mlx_mtp.state import KVView, classify
+from mlx_mtp.state.window import RotatingView
 from mlx_mtp.targets import Gemma4Target, as_target
 
 HEADS = {
@@ -150,9 +152,11 @@ def test_greedy_tokens_are_plain_past_the_window(pair, model, length, depth):
     assert telemetry.fallback is None and telemetry.rounds > 10
 
 
-def test_the_last_round_is_cut_and_the_next_turn_goes_on(model, pair):
+def test_the_last_round_is_cut_and_the_next_turn_goes_on(model):
     """The cache of one turn is taken over by the next, on both sides of the window."""
-    decoder = SpeculativeDecoder(as_target(model), pair[0], 3)
+    target = as_target(model)
+    drafter = Gemma4AssistantDrafter(assistant_of(assistant_config()), target)
+    decoder = SpeculativeDecoder(target, drafter, 3)
     prompt, more = random_prompt(9, VOCAB, 3), random_prompt(5, VOCAB, 4)
     caches = decoder.target.make_cache()
     first = [s.token for s in decoder.stream(prompt, max_tokens=17, caches=caches)]
@@ -160,6 +164,56 @@ def test_the_last_round_is_cut_and_the_next_turn_goes_on(model, pair):
     tokens = [step.token for step in steps]
     assert tokens == plain_tokens(model, prompt + first + more, 30)
     assert steps.telemetry.rounds > 5 and steps.telemetry.fallback is None
+
+
+def test_mlx_lms_own_speculation_goes_wrong_where_the_assistant_does_not(model):
+    """A ring that has wrapped cannot be trimmed: theirs reads rejected rows."""
+    draft, prompt = tiny_family("gemma4_text", seed=1), random_prompt(9, VOCAB, 1)
+    theirs = speculative_generate_step(
+        mx.array(prompt), model, draft, num_draft_tokens=3, max_tokens=40
+    )
+    plain = plain_tokens(model, prompt, 40)
+    assert [token for token, *_ in theirs] != plain
+    target = as_target(model)
+    drafter = Gemma4AssistantDrafter(assistant_of(assistant_config()), target)
+    for depth in (3, "adaptive"):
+        steps = SpeculativeDecoder(target, drafter, depth).stream(prompt, max_tokens=40)
+        assert [step.token for step in steps] == plain
+
+
+def test_rows_of_a_batch_are_those_of_streams_alone(model):
+    """One below its window and one past it."""
+    assistant = assistant_of(assistant_config(**ORDERED))
+    drafter = Gemma4AssistantDrafter(assistant, as_target(model))
+    prompts = [random_prompt(n, VOCAB, n) for n in (3, 30)]
+    truths = [plain_tokens(model, prompt, 30) for prompt in prompts]
+    rounds = round_of(drafter.target, drafter, 3, greedy=True)
+    starts = [start_row(rounds, prompt, 256) for prompt in prompts]
+    tokens = [emitted(counts)[0] for _, counts in starts]
+    state = stack_states([state for state, _ in starts])
+    for _ in range(12):
+        state, result = rounds(state, 256)
+        for own, new in zip(tokens, emitted(result.counts), strict=True):
+            own += new
+    assert all(
+        own == truth[: len(own)] for own, truth in zip(tokens, truths, strict=True)
+    )
+
+
+def test_a_view_is_read_up_to_its_offset_and_window():
+    keys = mx.arange(8.0).reshape(1, 1, 8, 1)
+    for view, seen in (
+        (KVView(keys, keys, mx.array([4]), 6), {None: [0, 1, 2, 3, 4], 3: [2, 3, 4]}),
+        # A ring of 7 that holds the positions 4 to 10, 10 of which are known.
+        (
+            RotatingView(keys[:, :, :7], keys, mx.array([9]), 16, 5, 0),
+            {None: [5, 6, 0, 1, 2]},
+        ),
+    ):
+        for window, slots in seen.items():
+            found, _, mask = view.read(window)
+            rows = mx.where(mask, found.reshape(1, 1, 1, -1), -1).flatten().tolist()
+            assert [x for x in rows if x >= 0] == slots
 
 
 def test_quantised_keys_and_values_are_read():
@@ -313,6 +367,10 @@ def test_a_quantised_assistant_is_loaded_as_it_was_saved(head, model, tmp_path):
         ({"vocab_size": 192}, "vocabulary of 192 but the target has 96"),
         ({"head_dim": 32}, "sliding_attention head size of 32 but the target has 16"),
         ({"global_head_dim": 16}, "full_attention head size of 16 but the target has"),
+        (
+            {"num_attention_heads": 3},
+            "3 query heads, which do not share the 2 key heads",
+        ),
     ],
 )
 def test_an_assistant_of_another_target_is_refused(change, message, model, tmp_path):

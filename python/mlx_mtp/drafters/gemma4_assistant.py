@@ -277,8 +277,14 @@ class Gemma4AssistantDrafter:
                     f"The Gemma 4 assistant reads keys of {kind} but the target, a "
                     f"{type(target).__name__}, shares none."
                 )
-            theirs = shared[kind].head_dim
-            sizes.append((f"{kind} head size", config.head_dim_of(kind), theirs))
+            theirs, heads = shared[kind], config.num_attention_heads
+            head_dim = config.head_dim_of(kind)
+            sizes.append((f"{kind} head size", head_dim, theirs.head_dim))
+            if heads % theirs.heads:
+                raise DrafterMismatch(
+                    f"The Gemma 4 assistant has {heads} query heads, which cannot "
+                    f"share the {theirs.heads} {kind} heads of the target."
+                )
         for what, ours, theirs in sizes:
             if ours != theirs:
                 raise DrafterMismatch(
