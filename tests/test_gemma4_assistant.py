@@ -42,6 +42,7 @@ from tiny import (
 )
 
 import mlx_mtp
+from mlx_mtp.batch import BatchIterator
 from mlx_mtp.drafters import (
     AssistantConfig,
     DrafterMismatch,
@@ -49,12 +50,13 @@ from mlx_mtp.drafters import (
     Gemma4AssistantDrafter,
 )
 from mlx_mtp.loading import DEMO, load_drafter
-from mlx_mtp.round import Round, stack_states
+from mlx_mtp.round import Round
 from mlx_mtp.sampling import SamplingParams
 from mlx_mtp.speculative import SpeculativeDecoder
 from mlx_mtp.state import KVView, classify
 from mlx_mtp.state.window import RotatingView
 from mlx_mtp.targets import Gemma4Target, as_target
+from mlx_mtp.turns import load_turn, save_turn
 
 HEADS = {
     "tied": {},
@@ -181,22 +183,40 @@ def test_mlx_lms_own_speculation_goes_wrong_where_the_assistant_does_not(model):
         assert [step.token for step in steps] == plain
 
 
-def test_rows_of_a_batch_are_those_of_streams_alone(model):
-    """One below its window and one past it."""
+def test_rows_of_a_batch_are_plain(model):
+    """Two join late, and some cross their window while others are past it."""
     assistant = assistant_of(assistant_config(**ORDERED))
-    drafter = Gemma4AssistantDrafter(assistant, as_target(model))
-    prompts = [random_prompt(n, VOCAB, n) for n in (3, 30)]
-    truths = [plain_tokens(model, prompt, 30) for prompt in prompts]
-    rounds = round_of(drafter.target, drafter, 3, greedy=True)
-    starts = [start_row(rounds, prompt, 256) for prompt in prompts]
-    tokens = [emitted(counts)[0] for _, counts in starts]
-    state = stack_states([state for state, _ in starts])
-    for _ in range(12):
-        state, result = rounds(state, 256)
-        for own, new in zip(tokens, emitted(result.counts), strict=True):
-            own += new
-    for own, truth in zip(tokens, truths, strict=True):
-        assert own == truth[: len(own)]
+    target = as_target(model)
+    decoder = SpeculativeDecoder(target, Gemma4AssistantDrafter(assistant, target), 3)
+    prompts = [random_prompt(n, VOCAB, n) for n in (3, 30, 12, 17)]
+    batch, found = BatchIterator(decoder), {}
+    ids = [batch.add(prompt, max_tokens=20) for prompt in prompts[:2]]
+    for turn, outputs in enumerate(batch):
+        if turn == 6:
+            ids += [batch.add(prompt, max_tokens=20) for prompt in prompts[2:]]
+        for out in outputs:
+            found.setdefault(out.id, []).extend(step.token for step in out.steps)
+    for i, prompt in zip(ids, prompts, strict=True):
+        assert found[i] == plain_tokens(model, prompt, 20)
+    assert batch.rounds > 10
+
+
+def test_a_cache_is_taken_up_from_a_file(model, tmp_path):
+    """The assistant has no state of its own, but a hidden row."""
+    target = as_target(model)
+    drafter = Gemma4AssistantDrafter(assistant_of(assistant_config()), target)
+    decoder, caches = SpeculativeDecoder(target, drafter, 3), target.make_cache()
+    prompt, more = random_prompt(20, VOCAB, 3), random_prompt(5, VOCAB, 4)
+    first = [s.token for s in decoder.stream(prompt, max_tokens=9, caches=caches)]
+    file = str(tmp_path / "turn.safetensors")
+    save_turn(file, decoder._turns[caches[0]], drafter)
+    turn = load_turn(file, drafter)
+    assert turn.draft_state == () and turn.length == 29
+    decoder._turns[caches[0]] = turn
+    steps = decoder.stream(more, max_tokens=20, caches=caches)
+    tokens = [step.token for step in steps]
+    assert tokens == plain_tokens(model, prompt + first + more, 20)
+    assert steps.telemetry.fallback is None
 
 
 def test_a_view_is_read_up_to_its_offset_and_window():
