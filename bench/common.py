@@ -94,10 +94,15 @@ def median(values) -> float:
 
 def spread(values) -> float:
     """The interquartile range over the median: 0.1 is +-5 % for the middle half."""
+    return iqr(values) / statistics.median(values)
+
+
+def iqr(values) -> float:
+    """How far the middle half of the values reaches."""
     if len(values) < 2:
         return 0.0
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return (high - low) / middle
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return high - low
 
 
 def write(path: Path | None, header: dict, rows: list[dict]) -> None:
