@@ -56,6 +56,8 @@ def main():
         rows.append(row)
         show_capacity(row)
     common.write(args.json, header, rows)
+    loop = next(row for row in rows if row["name"] == "loop")
+    raise SystemExit(not args.quick and loop["us_a_round"]["loop"] > LOOP_BAR_US)
 
 
 def stream(layers: int, capacity: int, **sizes):
@@ -188,18 +190,17 @@ def loop_row(streams: int) -> dict:
     prompt = subject.encode("What is 5736 + 4868?")
     with _thread_clock():
         parts = _loop_parts(subject, prompt, streams)
-        inner = {
-            part: _loop_parts(subject, prompt, streams, owner, name)["inner"]
-            for part, (owner, name) in {
-                "read": ("Stream", "_read"),
-                "take": ("Stream", "_take"),
-                "hand_over": ("Stream", "_submit"),
-            }.items()
+        # A method and the phase within it, which is another part.
+        methods = {
+            "read": ("_read", "wait"),
+            "take": ("_take", None),
+            "hand_over": ("_submit", "submit"),
+        }
+        found = {
+            part: median(_loop_parts(subject, prompt, streams, *method)["inner"])
+            for part, method in methods.items()
         }
     us = {part: median(values) for part, values in parts.items() if part != "inner"}
-    found = {part: median(values) for part, values in inner.items()}
-    found["read"] -= us["wait"]
-    found["hand_over"] -= us["submit"]
     found["rest"] = us["python"] - sum(found.values())
     return {
         "name": "loop",
@@ -211,14 +212,16 @@ def loop_row(streams: int) -> dict:
     }
 
 
-def _loop_parts(subject, prompt, streams: int, *inner) -> dict[str, list[float]]:
-    """Microseconds a round of each part, stream by stream; ``inner`` is a method of
-    ``mlx_mtp.stream`` that is timed as well."""
+def _loop_parts(
+    subject, prompt, streams: int, method: str | None = None, phase: str | None = None
+) -> dict[str, list[float]]:
+    """Microseconds a round of each part, stream by stream; ``inner`` is a method of the
+    stream without a phase."""
     parts: dict[str, list[float]] = {}
     for turn in range(streams + 1):
         steps = subject.decoder(DEPTH).stream(prompt, max_tokens=160)
         next(steps)
-        with _timed(*inner) as spent:
+        with _timed(method) as spent:
             before, begin = dict(steps.telemetry.seconds), thread_time()
             for _ in steps:
                 pass
@@ -230,7 +233,7 @@ def _loop_parts(subject, prompt, streams: int, *inner) -> dict[str, list[float]]
         }
         found["python"] = total - sum(found.values()) - seconds["close"]
         found["loop"] = found["build"] + found["wait"] + found["python"]
-        found["inner"] = sum(spent)
+        found["inner"] = sum(spent) - found.get(phase, 0.0)
         for part, value in found.items():
             if turn:  # the first compiles
                 parts.setdefault(part, []).append(1e6 * value / rounds)
@@ -238,16 +241,15 @@ def _loop_parts(subject, prompt, streams: int, *inner) -> dict[str, list[float]]
 
 
 @contextmanager
-def _timed(owner: str | None = None, name: str | None = None) -> Iterator[list[float]]:
-    """The CPU seconds of every call of a method of ``mlx_mtp.stream``."""
-    import mlx_mtp.stream
+def _timed(name: str | None) -> Iterator[list[float]]:
+    """The CPU seconds of every call of a method of the stream."""
+    from mlx_mtp.stream import Stream
 
     spent: list[float] = []
-    if owner is None:
+    if name is None:
         yield spent
         return
-    holder = getattr(mlx_mtp.stream, owner)
-    method = getattr(holder, name)
+    method = getattr(Stream, name)
 
     def timed(*args, **options):
         begin = thread_time()
@@ -255,11 +257,11 @@ def _timed(owner: str | None = None, name: str | None = None) -> Iterator[list[f
         spent.append(thread_time() - begin)
         return result
 
-    setattr(holder, name, timed)
+    setattr(Stream, name, timed)
     try:
         yield spent
     finally:
-        setattr(holder, name, method)
+        setattr(Stream, name, method)
 
 
 @contextmanager

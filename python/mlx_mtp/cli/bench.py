@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from contextlib import ExitStack
 from itertools import product
@@ -178,7 +179,10 @@ def _gate(args, decoders, cases) -> proof.Result:
 
 
 def _header(args) -> dict:
-    joules = Joules().missing
+    joules, load, cores = Joules().missing, os.getloadavg()[0], os.cpu_count()
+    notes = [f"No joules: {joules}."] if joules else []
+    if load > cores / 2:
+        notes.append(f"The machine was busy: load {load:.1f} on {cores} cores.")
     return {
         **info.environment(),
         "model": args.model,
@@ -187,7 +191,7 @@ def _header(args) -> dict:
         "top_k": args.top_k,
         "max_tokens": args.max_tokens,
         "repeats": args.repeats,
-        "notes": [f"No joules: {joules}."] if joules else [],
+        "notes": notes,
     }
 
 
