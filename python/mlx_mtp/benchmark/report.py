@@ -101,6 +101,8 @@ def plot(rows: Sequence[dict], path: str) -> None:
     speed.set(xlabel="drafts a round", ylabel=f"speed against {PLAIN}", ylim=(0, None))
     speed.legend(fontsize="small")
     accepted.set(xlabel="position of the draft", ylabel="accepted", ylim=(0, 1.02))
+    for axes in (speed, accepted):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
