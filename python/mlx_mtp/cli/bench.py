@@ -29,7 +29,7 @@ from . import info, options
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="demo", help="Folder or Hub id; demo is the embedded model.")
-    add("--drafter", choices=("mtp", "ngram"), default="mtp", help="What drafts.")
+    options.add_drafter(parser)
     add(
         "--depths",
         type=options.depth,

@@ -49,6 +49,11 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
         help="Drafts a round; adaptive chooses round by round. By default what "
         f"mlx-mtp tune found, else {DEFAULT_DEPTH}.",
     )
+    add_drafter(parser)
+
+
+def add_drafter(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--drafter",
         default="mtp",

@@ -34,7 +34,7 @@ PROMPTS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="demo", help="Folder or Hub id; demo is the embedded model.")
-    add("--drafter", choices=("mtp", "ngram"), default="mtp", help="What drafts.")
+    options.add_drafter(parser)
     add("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="To be tried.")
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
     add("--prompt", action="append", help="A prompt of your own; may be repeated.")
