@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+from families import tiny_family
 from head_families import full_config, tiny_checkpoint
 from tiny import plain_tokens, random_head, random_prompt, tiny_llama
 
@@ -126,6 +127,16 @@ def test_a_family_of_ones_own(registries, mimo, tmp_path):
     steps = decoder.stream(prompt, max_tokens=12)
     assert [step.token for step in steps] == plain_tokens(model, prompt, 12)
     assert steps.telemetry.drafted > 0
+
+
+def test_what_a_model_does_to_its_logits_stays(registries):
+    """Granite scales them; its trunk and its projection alone would not."""
+    model = tiny_family("granitemoehybrid", logits_scaling=3.0)
+    register_family("granitemoehybrid", head=MIMO)
+    target, tokens = as_target(model), mx.array([random_prompt(7, 96, 1)])
+    out = target.prefill(tokens, target.make_cache())
+    assert mx.array_equal(out.logits, model(tokens, cache=target.make_cache()))
+    assert mx.allclose(out.logits, target.logits(out.hidden) / 3, atol=1e-5)
 
 
 def test_a_target_of_ones_own_goes_before_a_plain_one(registries):

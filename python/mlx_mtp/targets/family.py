@@ -1,11 +1,10 @@
-"""Any mlx_lm model with hidden rows: a trunk with a final norm and a projection."""
+"""Any mlx_lm model with hidden rows: those around the final norm of its trunk."""
 
 from __future__ import annotations
 
 from ..heads.output import project
-from .base import TargetOutput
 from .generic import GenericTarget
-from .stepping import inputs_of
+from .stepping import calls_of
 
 TRUNKS = ("model", "backbone")
 EMBEDDINGS = ("embed_tokens", "word_embeddings", "embeddings")
@@ -13,7 +12,9 @@ NORMS = ("norm", "norm_f")
 
 
 class FamilyTarget(GenericTarget):
-    """A model of a family with MTP heads, through its own forward.
+    """A model of a family with MTP heads.
+
+    Its logits are those of its own call, in which the final norm is watched.
 
     Args:
         model: The model.
@@ -29,12 +30,10 @@ class FamilyTarget(GenericTarget):
         super().__init__(model)
 
     def prefill(self, tokens, caches):
-        if self.head_spec.hidden == "post":
-            hidden = self.trunk(tokens, cache=caches)
-            return TargetOutput(self.logits(hidden), hidden)
-        with inputs_of(self._norm) as rows:
-            logits = self.logits(self.trunk(tokens, cache=caches))
-        return TargetOutput(logits, rows[-1])
+        with calls_of(self._norm) as calls:
+            out = super().prefill(tokens, caches)
+        before, behind = calls[-1]
+        return out._replace(hidden=before if self.head_spec.hidden == "pre" else behind)
 
     def embed(self, tokens):
         return self._embedding(tokens)

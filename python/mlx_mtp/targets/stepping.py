@@ -54,14 +54,15 @@ def stepping(classes: set) -> Iterator[None]:
 
 
 @contextmanager
-def inputs_of(module: nn.Module) -> Iterator[list]:
-    """Within, the list gets the first argument of every call of ``module``."""
+def calls_of(module: nn.Module) -> Iterator[list]:
+    """Within, the list gets the first argument and the result of each call of it."""
     seen = []
 
     def watch(call, called, args, kwargs):
+        result = call(called, *args, **kwargs)
         if called is module:
-            seen.append(args[0])
-        return call(called, *args, **kwargs)
+            seen.append((args[0], result))
+        return result
 
     with _patched({_caller(type(module))}, watch):
         yield seen
