@@ -90,11 +90,11 @@ def filters(machine, seed):
         yield emulated.verify_draft(rows, tokens, uniforms=coins, **params)
 
 
-def coupled(machine, seed):
+def coupled(machine, seed, dtypes=DTYPES):
     """Races over many groups and chunks, with drafts that are right, and flaws."""
     rng = np.random.default_rng(11)
     for i, params in enumerate(cases.FILTERS):
-        dtype, V = DTYPES[i % 3], SIZES[i % 3]
+        dtype, V = dtypes[i % len(dtypes)], SIZES[i % 3]
         params = {**params, "filter_order": cases.ORDERS[i % 2]}
         emulated = Host(machine, chunk=256, threads=[64, 96, 32][i % 3], seed=seed)
         case = {

@@ -135,7 +135,7 @@ def runs(machine, names, dtypes, seed):
     """Outputs of the battery for the kernels of some .metal files."""
     if "sample.metal" in names:
         for part in battery.SAMPLING:
-            every = part is battery.sampling
+            every = part in (battery.sampling, battery.coupled)
             yield from part(machine, seed, dtypes) if every else part(machine, seed)
     if "commit_rows.metal" in names:
         yield from battery.commits(machine, seed)
