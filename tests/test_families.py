@@ -17,7 +17,14 @@ from mlx_mtp.drafters import DrafterMismatch, MTPHeadDrafter
 from mlx_mtp.heads import AmbiguousFamily, Entry, Registry, UnsupportedHead
 from mlx_mtp.heads.checkpoint import find_spec
 from mlx_mtp.heads.families import HEADS, MIMO, QWEN_MOE, REFUSED
-from mlx_mtp.loading import DEMO, load, load_drafter, load_head, save_head
+from mlx_mtp.loading import (
+    DEMO,
+    inspect_model,
+    load,
+    load_drafter,
+    load_head,
+    save_head,
+)
 from mlx_mtp.speculative import SpeculativeDecoder
 from mlx_mtp.targets import TARGETS, FamilyTarget, GenericTarget, as_target
 
@@ -176,6 +183,26 @@ def test_a_head_of_another_family_is_refused(mimo, qwen):
     wide.hidden_size = 32
     with pytest.raises(DrafterMismatch, match="hidden size 64 but the target has 32"):
         SpeculativeDecoder(wide, MTPHeadDrafter(head, wide))
+
+
+def test_the_file_of_another_familys_head_is_refused(mimo, tmp_path, demo):
+    file, config = tmp_path / "mtp.safetensors", full_config("mimo")
+    save_head(demo[0].mtp_head.head, file)
+    with pytest.raises(UnsupportedHead, match=r"of Qwen3\.5 but .* mimo .* of MiMo"):
+        load_head(file, config)
+    mx.save_safetensors(str(file), {"mtp.fc.weight": mx.ones((2, 2))}, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"mtp\.fc\.weight, .* unknown prefix"):
+        load_head(file, config)
+    mx.save_safetensors(str(file), {"x": mx.ones((2, 2))}, {"format": "pt"})
+    named = r"no tensors named model\.mtp_layers\.\*\.\*, as an MTP head of MiMo"
+    with pytest.raises(ValueError, match=named):
+        load_head(file, config)
+
+
+def test_the_family_of_a_folders_head_is_shown(mimo):
+    report = inspect_model(mimo[0])
+    assert report["mtp_head"]["family"] == "MiMo"
+    assert report["mtp_head"]["source"] == "model.safetensors"
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

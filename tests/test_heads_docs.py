@@ -1,6 +1,5 @@
 """docs/heads.md says what the data says."""
 
-import re
 from pathlib import Path
 
 from mlx_mtp.heads.families import HEADS, REFUSED
@@ -24,19 +23,11 @@ def tables():
             "less 1" if spec.norm_offset else "as such",
             ", ".join(spec.own) or "-",
             "several" if spec.count else "one",
-            f"`{place(spec)}`",
+            f"`{spec.place}`",
             spec.source,
         )
         heads.append(f"| {' | '.join(cells)} |")
     return heads, [f"| `{name}` | {why} |" for name, why in sorted(REFUSED.items())]
-
-
-def place(spec):
-    """Where its decoder layers are."""
-    layers = ("", "layers.", "layers.0.")
-    pattern = [pattern for pattern, name in spec.rules if name in layers][-1]
-    pattern = re.sub(r"\([^)]*\)\?", "", pattern).replace("{layer}", "N")
-    return pattern.replace("{index}", "*").replace("\\", "") + "*"
 
 
 def test_every_family_and_refusal_has_its_row():

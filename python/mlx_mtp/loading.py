@@ -316,7 +316,10 @@ def save_head(head: MTPHead, path: str | Path) -> None:
     if path.is_dir():
         path = path / "mtp.safetensors"
     tensors = {f"mtp.{name}": x for name, x in tree_flatten(head.parameters())}
-    mx.save_safetensors(str(path), tensors, {"format": "mlx", "norm_offset": "0"})
+    family = {"mtp_family": head.spec.family}
+    mx.save_safetensors(
+        str(path), tensors, {"format": "mlx", "norm_offset": "0", **family}
+    )
 
 
 def probe_head(model, head: MTPHead, tokenizer) -> float:
@@ -354,7 +357,8 @@ def inspect_model(
     Returns:
         dict: ``folder``, ``model_type``, ``parameters`` (of trunk and head),
         ``gigabytes`` on disk, ``quantization`` or ``None``, and ``mtp_head``:
-        ``source`` and the number of ``tensors`` and ``parameters``, or ``None``.
+        ``family``, ``source`` and the number of ``tensors`` and ``parameters``, or
+        ``None``.
 
     Raises:
         FileNotFoundError, ValueError: As ``load``.
@@ -369,6 +373,7 @@ def inspect_model(
     head = None
     if found is not None:
         head = {
+            "family": found.spec.family,
             "source": found.source,
             "tensors": len(found.tensors),
             "parameters": sum(x.size for x in found.tensors.values()),
@@ -653,20 +658,32 @@ def _find_head(path: Path, trunk: list[_Shard], spec, config) -> _Found | None:
     shards = sidecars or trunk
     names = [name for shard in shards for name in shard.tensors]
     stored = any("norm_offset" in shard.metadata for shard in sidecars)
+    _check_family(sidecars, spec, config)
     belongs = select(names, spec, config, stored)
     shards = [s for s in shards if any(_is_part(name, belongs) for name in s.tensors)]
     if not shards:
         if sidecars:
             raise ValueError(
-                f"[load] {files[0]} has no tensors named mtp.*, as an MTP head has."
+                f"[load] {files[0]} has no tensors named {spec.place}, as an MTP head "
+                f"of {spec.family} has."
             )
         return None
     source = ", ".join(shard.path.name for shard in shards)
     zero_centred = spec.norm_offset and _zero_centred(
         shards, trunk, is_sidecar=bool(sidecars)
     )
-    tensors = _select(shards, belongs)
+    tensors = _select(shards, belongs, spec.place)
     return _Found(tensors, source, zero_centred, stored, spec)
+
+
+def _check_family(sidecars: list[_Shard], spec: HeadSpec, config) -> None:
+    for shard in sidecars:
+        family = shard.metadata.get("mtp_family", spec.family)
+        if family != spec.family:
+            raise UnsupportedHead(
+                f"[load] {shard.path} has an MTP head of {family} but model type "
+                f"{config.get('model_type')} takes one of {spec.family}."
+            )
 
 
 def _is_part(name: str, belongs: dict[str, str | None]) -> bool:
@@ -679,7 +696,7 @@ def _sidecars(folder: Path) -> list[Path]:
     return [file for pattern in SIDECARS for file in sorted(folder.glob(pattern))]
 
 
-def _select(shards: list[_Shard], belongs: dict[str, str | None]):
+def _select(shards: list[_Shard], belongs: dict[str, str | None], place: str):
     """The head's tensors under their names in ``MTPHead``."""
     tensors: dict[str, mx.array] = {}
     for shard in shards:
@@ -687,8 +704,8 @@ def _select(shards: list[_Shard], belongs: dict[str, str | None]):
             if name not in belongs and HEAD_LIKE.search(name):
                 raise ValueError(
                     f"[load] {shard.path} has the tensor {name}, which looks like a "
-                    "part of an MTP head under an unknown prefix. Known are mtp., "
-                    "model.mtp., language_model.mtp. and model.language_model.mtp."
+                    f"part of an MTP head under an unknown prefix. Known is {place}, "
+                    "with model. and language_model. in front or not."
                 )
             ours = belongs.get(name)
             if ours in tensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -55,6 +56,14 @@ class HeadSpec:
     trunk: str = "model"
     eps: str = "rms_norm_eps"
     source: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where its decoder layers are, for people: ``model.layers.N.*``."""
+        layers = ("", "layers.", "layers.0.")
+        pattern = [pattern for pattern, name in self.rules if name in layers][-1]
+        pattern = re.sub(r"\([^)]*\)\?", "", pattern).replace("{layer}", "N")
+        return pattern.replace("{index}", "*").replace("\\", "") + "*"
 
     def heads(self, config: dict[str, Any]) -> int:
         """How many heads the chain of a checkpoint has."""
