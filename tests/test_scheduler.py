@@ -10,6 +10,7 @@ from batches import prompt
 from test_batch import Breaks
 
 from mlx_mtp.drafters import NGramDrafter
+from mlx_mtp.memory import Footprint, MemoryPolicy, rows_fit
 from mlx_mtp.scheduler import (
     QueueFull,
     RequestRefused,
@@ -170,6 +171,28 @@ def test_the_memory_policy_is_asked_before_a_row_is_admitted(decoder, truth):
         assert scheduler.metrics()["batch_width"] <= 2
     assert (len(prompt(0, 128)), 30, 0) == asked[0]
     assert max(rows for *_, rows in asked) == 2
+
+
+def test_a_memory_policy_lets_requests_wait_until_they_fit(decoder, truth, monkeypatch):
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 0)
+    footprint = Footprint(decoder.target, decoder.drafter)
+    row = footprint.plan(256, 2).total - footprint.weights
+    budget, asked = footprint.weights + 2 * row, set()
+
+    def fits(*args):
+        asked.add((args[-1], rows_fit(*args)))
+        return rows_fit(*args)
+
+    monkeypatch.setattr("mlx_mtp.scheduler.rows_fit", fits)
+    with Scheduler(decoder, admit=MemoryPolicy(budget)) as scheduler:
+        handles = [scheduler.submit(prompt(i, 128), max_tokens=30) for i in range(6)]
+        large = scheduler.submit(prompt(0, 128), max_tokens=900)
+        assert [list(handle) for handle in handles] == truth[:6]
+        with pytest.raises(RequestRefused, match="max_tokens 900"):
+            list(large)
+    assert asked - {(2, False)} == {(1, True), (2, True), (3, False), (1, False)}
+    with Scheduler(decoder, admit=MemoryPolicy(0, "allow")) as scheduler:
+        assert list(scheduler.submit(prompt(0, 128), max_tokens=30)) == truth[0]
 
 
 def test_close_cancels_or_drains(decoder, truth):

@@ -296,6 +296,20 @@ class Watch:
         return max(mx.get_active_memory() - own, 0)
 
 
+def rows_fit(
+    policy: MemoryPolicy, footprint: Footprint, capacity: int, depth: int, rows: int
+) -> bool:
+    """Whether a batch of ``rows`` with room for ``capacity`` tokens each may be made.
+
+    While it is, the arrays of the batch before are still there.
+    """
+    own = footprint.weights + footprint.drafter_weights
+    others = max(mx.get_active_memory() - own, 0)
+    row = footprint.plan(capacity, depth)
+    total = own + others + rows * (row.total - own)
+    return policy.action == "allow" or total <= policy.limit
+
+
 def recommended_budget() -> int:
     """Bytes of MLX's recommended working set, or of SHARE of the system's memory."""
     info = mx.device_info(mx.default_device())

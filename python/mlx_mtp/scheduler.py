@@ -11,8 +11,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from .batch import BatchIterator, BatchOutput
-from .speculative import SpeculativeDecoder
-from .stream import Step
+from .memory import Footprint, MemoryPolicy, rows_fit
+from .speculative import MAX_ADAPTIVE, SpeculativeDecoder
+from .stream import MAX_RESERVED, Step, bucket
 
 Admit = Callable[[int, int, int], bool]
 
@@ -97,6 +98,29 @@ def _token(step: Step) -> int:
     return step.token
 
 
+class _Budget:
+    """``admit`` by a memory policy. All rows get the slots of the longest one."""
+
+    def __init__(self, policy: MemoryPolicy, decoder: SpeculativeDecoder):
+        self.policy, self.decoder = policy, decoder
+        self.footprint: Footprint | None = None
+        self.capacity = 0
+
+    def __call__(self, prompt: int, max_tokens: int, rows: int) -> bool:
+        decoder, depth = self.decoder, self.decoder.depth
+        if self.footprint is None:  # in the thread that decodes
+            self.footprint = Footprint(decoder.target, decoder.drafter)
+        if depth == "adaptive":
+            depth = min(MAX_ADAPTIVE, decoder.drafter.max_depth)
+        reserved = MAX_RESERVED if max_tokens < 0 else min(max_tokens, MAX_RESERVED)
+        own = bucket(prompt + reserved + 2 * (depth + 1))
+        capacity = max(own, self.capacity if rows else 0)
+        if not rows_fit(self.policy, self.footprint, capacity, depth, rows + 1):
+            return False
+        self.capacity = capacity
+        return True
+
+
 class Scheduler:
     """A bounded queue in front of a ``BatchIterator``, for embedders and servers.
 
@@ -109,9 +133,10 @@ class Scheduler:
         decoder (SpeculativeDecoder): Decodes; nobody else should use it meanwhile.
         max_rows (int): Requests that run at a time.
         max_waiting (int): Requests that wait at a time.
-        admit (callable, optional): The memory policy: ``admit(prompt_tokens,
-            max_tokens, rows)`` says whether one more fits beside ``rows`` others. False
-            makes it wait, an error ends it.
+        admit (callable or MemoryPolicy, optional): ``admit(prompt_tokens, max_tokens,
+            rows)`` says whether one more fits beside ``rows`` others. False makes it
+            wait, an error ends it. A ``MemoryPolicy`` lets requests wait until they
+            fit, whatever its action, unless that is ``"allow"``.
         prefill_step_size (int): As in ``BatchIterator``.
 
     Example:
@@ -126,12 +151,14 @@ class Scheduler:
         *,
         max_rows: int = 32,
         max_waiting: int = 256,
-        admit: Admit | None = None,
+        admit: Admit | MemoryPolicy | None = None,
         prefill_step_size: int = 512,
     ):
         if max_waiting < 1:
             raise ValueError(f"max_waiting must be positive but is {max_waiting}.")
         self.max_rows, self.max_waiting = max_rows, max_waiting
+        if isinstance(admit, MemoryPolicy):
+            admit = _Budget(admit, decoder)
         self._admit = admit or (lambda prompt, tokens, rows: True)
         self._make = lambda: BatchIterator(
             decoder, max_rows=max_rows, prefill_step_size=prefill_step_size
