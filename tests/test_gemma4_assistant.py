@@ -376,6 +376,27 @@ def test_a_quantised_assistant_is_loaded_as_it_was_saved(head, model, tmp_path):
     assert mx.allclose(mx.where(rows > -mx.inf, rows, whole), whole, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [(mx.bfloat16, mx.bfloat16), (mx.float16, mx.float32)]
+)
+def test_an_assistant_in_bfloat16_keeps_its_range(theirs, ours, tmp_path):
+    model, config = tiny_family("gemma4_text"), assistant_config(**ORDERED)
+    model.set_dtype(theirs)
+    folder = save_assistant(tmp_path / "a", config, assistant_tensors(config))
+    file = str(folder / "model.safetensors")
+    tensors = {
+        name: x.astype(mx.bfloat16) if x.dtype == mx.float32 else x
+        for name, x in mx.load(file).items()
+    }
+    mx.save_safetensors(file, tensors)
+    drafter = load_drafter(folder, model, None)
+    assert drafter.assistant.model.norm.weight.dtype == ours
+    prompt, params = random_prompt(20, VOCAB, 1), SamplingParams(1.0)
+    decoder = SpeculativeDecoder(as_target(model), drafter, 3)
+    steps = decoder.stream(prompt, max_tokens=12, params=params, seed=1)
+    assert len(list(steps)) == 12 and steps.telemetry.fallback is None
+
+
 # Refusals
 
 

@@ -186,7 +186,7 @@ def _header(args) -> dict:
     return {
         **info.environment(),
         "model": args.model,
-        "drafter": args.drafter,
+        "drafter": options.drafter_name(args),
         "top_p": args.top_p,
         "top_k": args.top_k,
         "max_tokens": args.max_tokens,

@@ -97,10 +97,14 @@ def drafter(args: argparse.Namespace, model, tokenizer):
     return MTPHeadDrafter(head.head, as_target(model), ids)
 
 
+def drafter_name(args: argparse.Namespace) -> str:
+    size = args.draft_vocabulary
+    return args.drafter if size is None else f"{args.drafter}, {size} tokens"
+
+
 def profile_path(args: argparse.Namespace) -> Path:
     """Where the profile of this model and drafter is kept."""
-    name = f"{args.drafter} {args.draft_vocabulary or ''}".strip()
-    return tuning.profile_path(args.model, name)
+    return tuning.profile_path(args.model, drafter_name(args))
 
 
 def choose_depth(args: argparse.Namespace) -> dict[int, float] | None:

@@ -110,17 +110,12 @@ class DraftModelDrafter:
             tokens.append(token)
             rows.append(row)
             stats.append(stat)
-        drafts = Drafts(mx.stack(tokens, axis=1))
-        if stats[0] is not None:
-            drafts = drafts._replace(
-                logits=mx.stack(rows, axis=1), stats=mx.stack(stats, axis=1)
-            )
         # What the drafts left in a recurrent state must go; slots are written anew.
         leaves = [
             newest(a.replayable(before), after)
             for a, before, after in zip(self._adapters, committed, leaves, strict=True)
         ]
-        return drafts, (leaves, offset, count)
+        return Drafts.stack(tokens, rows, stats), (leaves, offset, count)
 
     def _forward(
         self, tokens, leaves, position: Position
