@@ -93,6 +93,13 @@ def test_the_command_measures_every_arm_and_writes_the_reports(tmp_path, mtplx):
     assert files[2].stat().st_size > 5000
 
 
+def test_a_plot_without_matplotlib_is_refused_at_once(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for command in ("bench", "tune"):
+        assert main([command, "--plot", "speed.png"]) == 2
+        assert "needs matplotlib" in capsys.readouterr().err
+
+
 def test_other_tokens_end_the_command(monkeypatch, capsys):
     def wrong(prompt, model, max_tokens):
         return ((0, None) for _ in range(max_tokens))
@@ -121,7 +128,7 @@ def test_arms_take_turns_and_only_pairs_are_compared():
         def decode(prompt, temperature, max_tokens, seed):
             asked.append((seed, prompt[0], name))
             seconds = 100.0 if seed == 0 else (max_tokens - 1) / (tps * seed)
-            return Run(max_tokens, seconds, 0.5, 2 * 10**9, mtp)
+            return Run(max_tokens, seconds, seconds / 2, 0.5, 2 * 10**9, mtp)
 
         return decode
 
@@ -143,6 +150,7 @@ def test_arms_take_turns_and_only_pairs_are_compared():
     assert plain["tps"] == pytest.approx(15) and plain["spread"] > 0.5
     assert list(ours["ratio"].values()) == pytest.approx([2.5, 2.5, 2.5])
     assert ours["ratio_to_rival"] == ours["ratio"] and plain["rival"] is None
+    assert plain["cpu_s_a_token"] == pytest.approx((1 / 20 + 1 / 10) / 4)
     assert ours["streams"] == 4 and ours["peak_gb"] == 2
     assert ours["tokens_a_round"] == 2.5 and ours["acceptance"] == [0.75, 1.0]
     assert plain["tokens_a_round"] is None
@@ -187,6 +195,7 @@ def test_reports_show_joules_where_there_are_some():
         "tps": 10.0,
         "spread": 0.1,
         "ratio": {"mean": 1.0, "low": 1.0, "high": 1.0},
+        "cpu_s_a_token": 0.0031,
         "first_token_s": 0.02,
         "peak_gb": 1.0,
         "rival": None,
@@ -196,7 +205,7 @@ def test_reports_show_joules_where_there_are_some():
         "acceptance": [],
     }
     header = {"model": "m", "versions": {}, "machine": {}, "notes": []}
-    assert "| 20 ms | 0.26 | 1.00 |" in markdown(header, [row])
+    assert "| 3.10 ms | 20 ms | 0.26 | 1.00 |" in markdown(header, [row])
 
 
 @pytest.mark.parametrize("tokens", [300, 3000])

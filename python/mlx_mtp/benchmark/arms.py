@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from time import perf_counter
+from time import perf_counter, process_time
 
 import mlx.core as mx
 import mlx_lm
@@ -21,6 +21,7 @@ class Run:
     Args:
         tokens (int): How many, the end token included.
         seconds (float): From the first token to the last.
+        cpu (float): CPU seconds of all threads in that time.
         first (float): Seconds to the first token, the prompt's forward in them.
         peak_bytes (int): The largest that MLX held, weights included.
         mtp (Telemetry, optional): What speculation did, where it is known.
@@ -29,6 +30,7 @@ class Run:
 
     tokens: int
     seconds: float
+    cpu: float
     first: float
     peak_bytes: int
     mtp: Telemetry | None = None
@@ -97,13 +99,15 @@ def ours(model, tokenizer, filters: Filters, decoder) -> Arm:
 
 def _timed(responses: Iterable) -> Run:
     mx.reset_peak_memory()
-    begin, times, mtp = perf_counter(), [], None
+    begin, times, cpu, mtp = perf_counter(), [], [], None
     for response in responses:
         times.append(perf_counter())
+        cpu.append(process_time())
         mtp = getattr(response, "mtp", None)
     return Run(
         len(times),
         times[-1] - times[0],
+        cpu[-1] - cpu[0],
         times[0] - begin,
         mx.get_peak_memory(),
         mtp,

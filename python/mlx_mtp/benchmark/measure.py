@@ -72,6 +72,9 @@ def _rows(case: Case, runs: Mapping[str, list[Run]], rivals) -> Iterator[dict]:
             "ratio": ratio,
             "rival": rival,
             "ratio_to_rival": rival and _ratio(measured, runs[rival]),
+            "cpu_s_a_token": statistics.median(
+                run.cpu / (run.tokens - 1) for run in measured if run.tokens > 1
+            ),
             "first_token_s": statistics.median(run.first for run in measured),
             "peak_gb": max(run.peak_bytes for run in measured) / 1e9,
             "joules_a_token": _joules(measured),

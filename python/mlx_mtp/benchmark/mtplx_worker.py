@@ -12,7 +12,7 @@ import ctypes
 import json
 import os
 import sys
-from time import perf_counter
+from time import perf_counter, process_time
 
 # As its own server sets them for models with recurrent layers.
 SETTINGS = (
@@ -52,7 +52,12 @@ def decode(loaded, request: dict) -> dict:
     from mtplx import generation
     from mtplx.sampling import SamplerConfig
 
-    times = []
+    times, cpu = [], []
+
+    def token_callback(_):
+        times.append(perf_counter())
+        cpu.append(process_time())
+
     options = {
         "max_tokens": request["max_tokens"],
         "sampler": SamplerConfig(
@@ -62,7 +67,7 @@ def decode(loaded, request: dict) -> dict:
         ),
         "seed": request["seed"],
         "stop_token_ids": set(request["stop"]),
-        "token_callback": lambda _: times.append(perf_counter()),
+        "token_callback": token_callback,
     }
     mx.reset_peak_memory()
     begin = perf_counter()
@@ -85,6 +90,7 @@ def decode(loaded, request: dict) -> dict:
     return {
         "tokens": list(map(int, out.tokens)),
         "seconds": times[-1] - times[0],
+        "cpu": cpu[-1] - cpu[0],
         "first": times[0] - begin,
         "peak_bytes": mx.get_peak_memory(),
         **counts,

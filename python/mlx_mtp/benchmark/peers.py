@@ -96,5 +96,5 @@ def _run(answer: dict) -> Run:
             reached_at=[rounds, *accepted[:-1]],
             accepted_at=accepted,
         )
-    tokens = len(answer["tokens"])
-    return Run(tokens, answer["seconds"], answer["first"], answer["peak_bytes"], mtp)
+    numbers = (answer[name] for name in ("seconds", "cpu", "first", "peak_bytes"))
+    return Run(len(answer["tokens"]), *numbers, mtp)

@@ -14,6 +14,7 @@ COLUMNS = (
     "against its rival",
     "tokens a round",
     "accepted at 1, 2, ...",
+    "CPU a token",
     "first token",
     "J/token",
     "peak GB",
@@ -50,6 +51,7 @@ def cells(row: dict) -> list[str]:
         "" if rival is None else f"{row['rival']}: {_interval(rival)}",
         "" if per_round is None else f"{per_round:.2f}",
         " ".join(f"{x:.0%}" for x in row["acceptance"]),
+        f"{1e3 * row['cpu_s_a_token']:.2f} ms",
         f"{1e3 * row['first_token_s']:.0f} ms",
         "" if joules is None else f"{joules:.2f}",
         f"{row['peak_gb']:.2f}",
@@ -68,12 +70,8 @@ def grouped(rows: Sequence[dict]) -> Iterator[tuple[tuple[str, float], list[dict
     yield from groups.items()
 
 
-def plot(rows: Sequence[dict], path: str) -> None:
-    """Draws speed by depth, and acceptance by position, for every prompt set.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
+def pyplot():
+    """matplotlib's, for files; raises ImportError if it is missing."""
     try:
         import matplotlib
 
@@ -81,7 +79,13 @@ def plot(rows: Sequence[dict], path: str) -> None:
         from matplotlib import pyplot
     except ImportError:
         raise ImportError("--plot needs matplotlib: pip install matplotlib") from None
-    figure, (speed, accepted) = pyplot.subplots(1, 2, figsize=(11, 4.5))
+    return pyplot
+
+
+def plot(rows: Sequence[dict], path: str) -> None:
+    """Draws speed by depth, and acceptance by position, for every prompt set."""
+    plt = pyplot()
+    figure, (speed, accepted) = plt.subplots(1, 2, figsize=(11, 4.5))
     for (name, temperature), group in grouped(rows):
         ours = [row for row in group if isinstance(row["depth"], int)]
         if not ours:
@@ -105,4 +109,4 @@ def plot(rows: Sequence[dict], path: str) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
     figure.tight_layout()
     figure.savefig(path)
-    pyplot.close(figure)
+    plt.close(figure)

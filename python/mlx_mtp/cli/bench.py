@@ -62,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             "--repeats and --contexts must be positive, --max-tokens at least 2."
         )
+    if args.plot:
+        report.pyplot()  # before minutes are spent
     model, tokenizer = load(args.model)
     drafter = options.drafter(args, model, tokenizer)
     decoders = {d: find_decoder(model, drafter, d) for d in args.depths}

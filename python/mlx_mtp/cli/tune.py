@@ -18,6 +18,7 @@ import mlx_lm
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 from tqdm import tqdm
 
+from ..benchmark.report import pyplot
 from ..generation import find_decoder, make_sampler, stream_generate
 from ..loading import load
 from ..tuning import Measurement, Verdict, judge, save_profile
@@ -50,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             "--repeats and --depths must be positive, --max-tokens at least 2."
         )
+    if args.plot:
+        pyplot()  # before minutes are spent
     model, tokenizer = load(args.model)
     drafter = options.drafter(args, model, tokenizer)
     depths = sorted(set(args.depths))
@@ -139,15 +142,9 @@ def lines(verdict: Verdict) -> list[str]:
 
 
 def plot(verdict: Verdict, path: str) -> None:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ImportError("--plot needs matplotlib: pip install matplotlib") from None
+    plt = pyplot()
     plain = 1 / verdict.costs[0]
-    figure, axes = pyplot.subplots()
+    figure, axes = plt.subplots()
     tps = [plain * arm.ratio for arm in verdict.arms]
     error = [
         [plain * (arm.ratio - arm.low) for arm in verdict.arms],
@@ -160,4 +157,4 @@ def plot(verdict: Verdict, path: str) -> None:
     axes.set_xticks(depths)
     axes.legend()
     figure.savefig(path)
-    pyplot.close(figure)
+    plt.close(figure)
