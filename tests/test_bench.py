@@ -80,6 +80,7 @@ def test_the_command_measures_every_arm_and_writes_the_reports(tmp_path, mtplx):
     ]
     assert "outputs of 8 tokens equal mlx_lm's" in header["notes"][0]
     # mlx_lm cannot roll back the recurrent layers of this model.
+    assert any("The peer: mtplx " in note for note in header["notes"])
     assert any("mlx_lm's own draft model is not" in note for note in header["notes"])
     assert 80 < rows[-1]["prompt_tokens"] < 150
     deep = rows[1]

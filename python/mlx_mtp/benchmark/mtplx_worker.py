@@ -12,6 +12,7 @@ import ctypes
 import json
 import os
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter, process_time
 
 # As its own server sets them for models with recurrent layers.
@@ -41,9 +42,17 @@ def main() -> None:
     loaded = runtime.load(folder)
     loaded.model.set_dtype(getattr(mx, dtype))
     mx.eval(loaded.model.parameters())
-    print(json.dumps({"ready": True}), file=answers, flush=True)
+    versions = {name: _version(name) for name in ("mtplx", "mlx-lm", "mlx")}
+    print(json.dumps(versions), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(decode(loaded, json.loads(line))), file=answers, flush=True)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def decode(loaded, request: dict) -> dict:

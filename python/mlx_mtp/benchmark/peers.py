@@ -16,7 +16,7 @@ from .arms import Arm, Filters, Run
 class MTPLX:
     """The package mtplx, in a process of its own: it needs another ``mlx_lm``.
 
-    Between two requests that process sleeps.
+    Between two requests that process sleeps. ``versions`` has those of its packages.
 
     Args:
         python (str): A Python that has it.
@@ -49,7 +49,7 @@ class MTPLX:
             stderr=self._errors,
             text=True,
         )
-        self._read()
+        self.versions: dict[str, str | None] = self._read()
 
     def arm(self, depth: int) -> Arm:
         """Decoding with so many drafts a round; 0 is its plain decoding."""

@@ -163,8 +163,8 @@ def _add_mtplx(args, model, tokenizer, filters, found, notes, stack) -> None:
         notes.append(f"mtplx is not measured: {error}")
         return
     stack.callback(peer.close)
-    if mx.default_device() == mx.cpu:
-        notes.append("mtplx is made for Apple's GPUs, not for a CPU.")
+    versions = ", ".join(f"{name} {v}" for name, v in peer.versions.items())
+    notes.append(f"The peer: {versions}. It is made for Apple's GPUs, not for a CPU.")
     for depth in (0, *(d for d in args.depths if d != "adaptive")):
         found[f"mtplx {depth}" if depth else "mtplx plain"] = None, peer.arm(depth)
 
