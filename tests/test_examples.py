@@ -1,5 +1,6 @@
 """The engines in examples/ give the tokens of mlx_lm and of single runs."""
 
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -112,3 +113,12 @@ def test_they_are_short():
     for file in EXAMPLES.glob("engine_*.py"):
         code = file.read_text().partition("if __name__")[0]
         assert len(code.splitlines()) <= 60
+
+
+def test_the_code_of_the_page_runs(capsys):
+    page = (EXAMPLES.parent / "docs/batch.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert len(blocks) == 2
+    exec("\n".join(blocks), {})
+    shown = capsys.readouterr().out
+    assert shown.count("length") + shown.count("stop") == 3
