@@ -11,11 +11,14 @@ import pytest
 from head_families import FAMILIES, full_config, tiny_checkpoint
 from mlx.utils import tree_flatten, tree_map
 from test_caches import Case, random_plan
-from tiny import plain_tokens, random_prompt
+from test_drafters import Forced
+from tiny import ScriptedDrafter, plain_tokens, random_prompt
 
 from mlx_mtp.drafters import DraftContext, MTPHeadDrafter
+from mlx_mtp.generation import find_decoder
 from mlx_mtp.heads.checkpoint import build_head, find_spec
 from mlx_mtp.loading import load, load_head, probe_head, save_head
+from mlx_mtp.prompt_cache import load_prompt_cache, save_prompt_cache
 from mlx_mtp.speculative import SpeculativeDecoder
 from mlx_mtp.targets import as_target, takes_heads
 
@@ -167,6 +170,49 @@ def test_hidden_rows_make_the_logits(tiny):
 def test_any_acceptance_leaves_what_plain_decoding_does(tiny):
     """Targets whose caches or layers are of a kind of their own."""
     assert Case(tiny.model, tokens=120).check(random_plan(3, 60), 100).rounds > 40
+
+
+@pytest.mark.parametrize("tiny", ["step3p5", "deepseek_v32"], indirect=True)
+@pytest.mark.parametrize("taken", [1, 2, 3, 6, 7, 12])
+def test_the_state_at_rest_is_that_of_a_fresh_head(tiny, taken):
+    """Wherever a stream is cut, also with several heads."""
+    prompt = random_prompt(8, 96, 3)
+    truth = plain_tokens(tiny.model, prompt, taken + 1)
+    script = ScriptedDrafter(truth, 96, [3, 1])
+    decoder = SpeculativeDecoder(tiny.target, Forced(tiny.drafter, script), 3)
+    cache = tiny.target.make_cache()
+    for _ in decoder.stream(prompt, max_tokens=taken, caches=cache):
+        pass
+    full = prompt + truth[:taken]
+    hidden = tiny.target.prefill(mx.array([full]), tiny.target.make_cache()).hidden
+    fresh = tiny.drafter.prefill(
+        tiny.drafter.begin(mx.array([prompt]), 256),
+        mx.array([full[1:]]),
+        hidden[:, :-1],
+        256,
+    )
+    (buffers, offset, *carry), *_ = decoder._turns[cache[0]].draft_state
+    assert offset.item() == len(full) - 1
+    assert len(carry) == len(tiny.drafter.head.chain) - 1
+    for x, y in zip(tree_flatten(buffers), tree_flatten(fresh[0]), strict=True):
+        x, y = (z[1][:, :, : len(full) - 1] for z in (x, y))
+        assert mx.allclose(x, y, rtol=0, atol=1e-4)
+    for x, y in zip(carry, fresh[2:], strict=True):
+        assert mx.allclose(x, y, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("tiny", ["step3p5", "deepseek_v32"], indirect=True)
+def test_a_prompt_cache_in_a_file_keeps_the_heads_state(tiny, tmp_path):
+    file, model = tmp_path / "cache.safetensors", tiny.model
+    decoder, caches = find_decoder(model, "auto", 3), tiny.target.make_cache()
+    for _ in decoder.stream(random_prompt(8, 96, 3), max_tokens=9, caches=caches):
+        pass
+    save_prompt_cache(file, caches, model=model)
+    loaded = load_prompt_cache(file, model=model)
+    ours, theirs = (decoder._turns[c[0]].draft_state for c in (caches, loaded))
+    leaves = [tree_flatten(state) for state in (ours, theirs)]
+    assert len(leaves[0]) == len(leaves[1]) > 4
+    assert all(mx.array_equal(x, y) for (_, x), (_, y) in zip(*leaves, strict=True))
 
 
 def test_a_head_of_any_family_can_be_probed(tiny):

@@ -184,7 +184,10 @@ class MTPHeadDrafter:
         _, offset, *carry = state
         views = self._views(state, attended)
         outs = self._commit(following, hidden, views, carry)
-        carry = [out[:, -1:] for out in outs[:-1]]
+        carry = [
+            mx.concatenate(pair, axis=1)[:, -1:]  # there may be no rows
+            for pair in zip(carry, outs, strict=False)
+        ]
         return self._collect(views), offset + following.shape[1], *carry
 
     def grow(self, state, capacity):
