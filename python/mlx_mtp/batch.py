@@ -234,7 +234,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
     Args:
         decoder (SpeculativeDecoder): Its depth is the deepest of any row.
         max_rows (int): Requests at a time.
-        prefill_step_size (int): Prompt tokens of a turn.
+        prefill_step_size (int): Prompt tokens of a turn, about; of a request, at most.
 
     Raises:
         ValueError: An argument is out of range.
@@ -377,13 +377,17 @@ class BatchIterator(Iterator[list[BatchOutput]]):
     # Requests
 
     def _read_prompts(self) -> None:
-        """Feeds a piece of one prompt; the newcomers take turns."""
+        """Feeds pieces of prompts, newcomers in turn, until it was enough."""
         reading = [r for r in self._requests.values() if r.reads_prompt]
-        if not reading:
-            return
-        request = next((r for r in reading if r.id > self._fed), reading[0])
-        self._fed = request.id
-        self._advance(request)
+        reading.sort(key=lambda r: (r.id <= self._fed, r.id))
+        room = self.prefill_step_size
+        for request in reading:
+            left = request.stream.prompt_left
+            self._fed = request.id
+            self._advance(request)
+            room -= left - request.stream.prompt_left
+            if room <= 0:
+                return
 
     def _make(self, depth, find_round, pace, prompt, caches, *args, **options):
         """A row, or a stream of its own where it cannot be one."""

@@ -178,6 +178,7 @@ class Stream:
         self._round = find_round(max(pace.depth, 1), caches)
         self._target, self._drafter = self._round.target, self._round.drafter
         self._prompt, self._caches = prompt, caches
+        self.prompt_left = prompt.size  # tokens that are not in the caches
         self._quantisation = quantisation
         self._shaper, self._controller = shaper, controller
         self._params, self._draft_params = params, draft_params
@@ -489,6 +490,7 @@ class Stream:
                 self._feed(self._prompt[done : done + count])
                 mx.clear_cache()
                 done += count
+                self.prompt_left = total - done
                 self._progress(done, total)
             if total - done > apart:
                 yield
@@ -497,6 +499,7 @@ class Stream:
         with self.telemetry.phase("prefill"):
             logits = self._feed(self._prompt[-1:])
             mx.eval(logits)
+            self.prompt_left = 0
             self._progress(total, total)
         return logits
 
