@@ -20,10 +20,18 @@ from batches import (
 )
 from families import tiny_family
 from plain import LENGTH, PROMPT, Plain
-from tiny import TableDrafter, TableTarget, plain_tokens, random_prompt
+from tiny import (
+    TableDrafter,
+    TableTarget,
+    plain_tokens,
+    random_prompt,
+    start_row,
+)
 
 from mlx_mtp.batch import BatchIterator
+from mlx_mtp.batch_round import BatchRound
 from mlx_mtp.drafters import DraftModelDrafter, NGramDrafter
+from mlx_mtp.round import Round, stack_states
 from mlx_mtp.sampling import SamplingParams
 from mlx_mtp.speculative import SpeculativeDecoder, UnusableLogits
 from mlx_mtp.targets import as_target
@@ -142,6 +150,24 @@ def test_other_families(family):
     pool = Pool(decoder, requests)
     assert pool.schedule(1, count=5) == 0
     assert (pool.batch.rounds == 0) == (family == "llama4")
+
+
+def test_an_empty_slot_counts_nothing_and_keeps_its_state(qwen_head):
+    """Beside a full one, which has the tokens that it has alone."""
+    part = Round(qwen_head.target, qwen_head.drafter, 2, greedy=True)
+    states = [start_row(part, prompt(i, 128), 256)[0] for i in (3, 4)]
+    state = stack_states(states)
+    for active in ([True, False], [False, True]):
+        controls = {"active": mx.array(active), "most": mx.array([2, 1])}
+        found, result = BatchRound([part])({**state, **controls}, 256)
+        full, empty = active.index(True), active.index(False)
+        assert result.counts[empty].tolist() == [-1, 1 + (empty == 0), -1, -1, -1]
+        assert found["offset"][empty].item() == state["offset"][empty].item()
+        assert found["steps"][empty].item() == found["count"][empty].item() == 0
+        alone = {k: x[full : full + 1] for k, x in controls.items()}
+        _, other = BatchRound([part])({**states[full], **alone}, 256)
+        assert result.counts[full].tolist() == other.counts[0].tolist()
+        assert 0 <= result.counts[full, 0].item() <= controls["most"][full].item()
 
 
 # Depth
