@@ -169,7 +169,12 @@ def test_what_fits_is_decoded_with_drafts(scene):
     assert scene.check(MemoryPolicy(0, "allow")).depths.keys() == {3}
 
 
-def test_fallback_is_plain_decoding_with_the_reason(scene):
+def test_fallback_is_plain_decoding_with_the_reason(scene, monkeypatch):
+    def idle(*args):
+        raise RuntimeError("the drafter has nothing to do here")
+
+    monkeypatch.setattr(scene.drafter, "prefill", idle)
+    monkeypatch.setattr(scene.drafter, "propose", idle)
     budget = scene.total(capacity(150), 3) - 1
     telemetry = scene.check(MemoryPolicy(budget, "fallback"))
     assert telemetry.rounds == telemetry.draft_calls == 0
