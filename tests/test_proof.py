@@ -15,6 +15,7 @@ from mlx_mtp.cli.options import chat_prompt
 from mlx_mtp.cli.verify import PROMPTS, TEXT, lines
 from mlx_mtp.drafters import MTPHeadDrafter, NGramDrafter
 from mlx_mtp.proof import ALPHA, Report, Result, Size, Subject, statistics, verify
+from mlx_mtp.proof.checks import enumerated
 from mlx_mtp.round import Round
 from mlx_mtp.targets import as_target
 
@@ -53,6 +54,13 @@ def test_right_streams_pass(parts):
 def test_right_streams_of_copied_drafts_pass():
     report = verify(subject(as_target(tiny_llama(VOCAB)), NGramDrafter(), 1), SMALL)
     assert report.ok, lines(report)
+
+
+def test_drafts_of_tokens_that_the_enumeration_leaves_out_pass(parts):
+    target, drafter = parts
+    drafter = MTPHeadDrafter(drafter.head, target, vocabulary=range(0, VOCAB, 2))
+    results = enumerated(subject(target, drafter, 1), SMALL, lambda seeds, _: seeds)
+    assert min(p for result in results for p in result.p_values.values()) > 1e-4
 
 
 class UnfilteredQ(MTPHeadDrafter):

@@ -110,6 +110,15 @@ def test_the_command_measures_and_generate_uses_the_profile(
             assert set(mtp["depths"]) <= depths, options
 
 
+def test_a_draft_vocabulary_is_measured_as_another_drafter(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    options = "--draft-vocabulary 400 --depths 1 --repeats 1 -m 6 --prompt Hello"
+    assert main(["tune", *options.split()]) == 0
+    (path,) = tmp_path.iterdir()
+    assert path == tuning.profile_path("demo", "mtp, 400 tokens")
+    assert path != tuning.profile_path("demo", "mtp")
+
+
 @pytest.mark.parametrize("bad", [["--repeats", "0"], ["--depths", "0"], ["-m", "1"]])
 def test_bad_settings_are_refused(bad, capsys):
     assert main(["tune", *bad]) == 2

@@ -362,11 +362,13 @@ def joint(target: Restricted, context: list[int], params) -> np.ndarray:
 
 
 def _drafted(streams: Streams, first: int, ids, draft_params) -> np.ndarray:
-    """What the first draft behind the token ``first`` is drawn from, by its logits."""
+    """The probabilities that the first draft behind the token ``first`` is one of
+    ``ids``, by its logits. Drafters with an output of their own draft others too."""
     state, _, _ = streams.start(0, first)
     drafts = Drafts(*streams.round.draft(state, streams.attended).drafts)
     if drafts.logits is not None:
-        return _shaped(drafts.logits[0, 0], ids, draft_params)
+        row = drafts.logits[0, 0]
+        return _shaped(row, range(row.size), draft_params)[ids]
     proposed = drafts.lengths is None or drafts.lengths[0].item() > 0
     return proposed * (np.array(ids) == drafts.tokens[0, 0].item())
 
