@@ -126,7 +126,7 @@ class Bench:
                     run = subject.plain(prompt, 100, temperature, turn)
                     rounds = len(run.tokens) - 1
                 if turn:  # the first compiles
-                    seconds.append(run.seconds / rounds)
+                    seconds.append((run.seconds - run.first) / rounds)
         # The least disturbed turn.
         self.costs[key] = {depth: min(x) for depth, x in found.items()}
         return self.costs[key]
@@ -179,7 +179,7 @@ class Bench:
                         prompt, self.tokens, temperature, depth, turn + 2
                     )
                     asked[name] = run.mtp.depths
-                if turn >= 0 and len(run.tokens) > 1:
+                if turn >= 0:
                     tps[name].append(run.tps)
         return {
             "name": "live",

@@ -135,8 +135,8 @@ class Bench:
         )
 
     def run(self, prompt, max_tokens, **options):
-        """Tokens, seconds behind the prompt, and the last response."""
-        times, tokens = [], []
+        """Tokens, seconds from the request to the last one, and the last response."""
+        times, tokens = [perf_counter()], []
         for response in self.mtp.stream_generate(
             self.model, self.tokenizer, prompt, max_tokens, **options
         ):
@@ -227,7 +227,7 @@ class Bench:
                 for name in list(arms) if turn % 2 else list(arms)[::-1]:
                     tokens, seconds, _ = self.run(prompt, 200, **arms[name])
                     if turn >= 0:
-                        speeds[name].append((len(tokens) - 1) / seconds)
+                        speeds[name].append(len(tokens) / seconds)
         medians = {name: common.median(values) for name, values in speeds.items()}
         for name, value in medians.items():
             print(

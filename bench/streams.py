@@ -26,13 +26,14 @@ class Run:
     """One decoded stream, the end token included."""
 
     tokens: list[int]
-    seconds: float  # between the first token and the last
+    seconds: float  # from the request to the last token
+    first: float  # of these, to the first token
     from_draft: list[bool]
     mtp: mlx_mtp.Telemetry | None = None
 
     @property
     def tps(self) -> float:
-        return (len(self.tokens) - 1) / self.seconds
+        return len(self.tokens) / self.seconds
 
 
 class Subject:
@@ -66,7 +67,7 @@ class Subject:
     def plain(self, prompt, max_tokens: int, temperature: float, seed: int = 0) -> Run:
         mx.random.seed(seed)
         return _run(
-            mlx_lm.stream_generate(
+            lambda: mlx_lm.stream_generate(
                 self.model,
                 self.tokenizer,
                 prompt,
@@ -79,7 +80,7 @@ class Subject:
         self, prompt, max_tokens: int, temperature: float, depth: int, seed: int = 0
     ) -> Run:
         return _run(
-            mlx_mtp.stream_generate(
+            lambda: mlx_mtp.stream_generate(
                 self.model,
                 self.tokenizer,
                 prompt,
@@ -117,12 +118,11 @@ class Subject:
         return {"position": at, "gap": gap, "near_tie": abs(gap) < NEAR_TIE}
 
 
-def _run(responses) -> Run:
-    tokens, from_draft, begin = [], [], 0.0
-    for response in responses:
-        if not tokens:
-            begin = perf_counter()
+def _run(decode) -> Run:
+    tokens, from_draft, times = [], [], [perf_counter()]
+    for response in decode():
+        times.append(perf_counter())
         tokens.append(response.token)
         from_draft.append(response.from_draft)
-    seconds = perf_counter() - begin
-    return Run(tokens, seconds, from_draft, getattr(response, "mtp", None))
+    seconds, first = times[-1] - times[0], times[1] - times[0]
+    return Run(tokens, seconds, first, from_draft, getattr(response, "mtp", None))

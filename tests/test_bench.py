@@ -2,10 +2,12 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
+import mlx_lm
 import pytest
 
-from mlx_mtp.benchmark import PLAIN, Case, Joules, Run, measure, peers, prompts
+from mlx_mtp.benchmark import PLAIN, Case, Joules, Run, arms, measure, peers, prompts
 from mlx_mtp.benchmark.arms import Filters
 from mlx_mtp.benchmark.report import markdown
 from mlx_mtp.cli import main
@@ -128,7 +130,7 @@ def test_arms_take_turns_and_only_pairs_are_compared():
     def arm(name, tps, mtp=None):
         def decode(prompt, temperature, max_tokens, seed):
             asked.append((seed, prompt[0], name))
-            seconds = 100.0 if seed == 0 else (max_tokens - 1) / (tps * seed)
+            seconds = 100.0 if seed == 0 else max_tokens / (tps * seed)
             return Run(max_tokens, seconds, seconds / 2, 0.5, 2 * 10**9, mtp)
 
         return decode
@@ -137,7 +139,7 @@ def test_arms_take_turns_and_only_pairs_are_compared():
     rows = measure(
         {PLAIN: arm("plain", 10), "depth 2": arm("ours", 25, counts)},
         [Case("a", [[1], [2]], 0.0), Case("b", [[3]], 1.0)],
-        max_tokens=11,
+        max_tokens=10,
         repeats=2,
         rivals={"depth 2": PLAIN},
     )
@@ -156,6 +158,33 @@ def test_arms_take_turns_and_only_pairs_are_compared():
     assert ours["tokens_a_round"] == 2.5 and ours["acceptance"] == [0.75, 1.0]
     assert plain["tokens_a_round"] is None
     assert [row["prompt_set"] for row in rest] == ["b", "b"]
+
+
+def test_work_ahead_of_the_first_token_is_no_gain(monkeypatch):
+    """Both loops take 10 s for 10 tokens; one does most of it ahead of the first."""
+    clock = [0.0]
+
+    def loop(at_the_call, first, later):
+        def tokens():
+            for i in range(10):
+                clock[0] += later if i else first
+                yield SimpleNamespace(mtp=None)
+
+        def decode(*args, **options):
+            clock[0] += at_the_call
+            return tokens()
+
+        return decode
+
+    monkeypatch.setattr(arms, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(arms, "process_time", lambda: 2 * clock[0])
+    monkeypatch.setattr(mlx_lm, "stream_generate", loop(0, 1.0, 1.0))
+    monkeypatch.setattr(arms, "stream_generate", loop(3.0, 6.1, 0.1))
+    model = None, None, Filters()
+    runs = arms.plain(*model), arms.ours(*model, None)
+    plain, ours = (arm([1], 0.0, 10, 0) for arm in runs)
+    assert (plain.tps, plain.first, plain.cpu) == pytest.approx((1, 1, 20))
+    assert (ours.tps, ours.first, ours.cpu) == pytest.approx((1, 9.1, 20))
 
 
 def test_joules_count_all_packages_and_turns_of_a_counter(tmp_path):

@@ -1,11 +1,15 @@
 """``mlx-mtp tune``: what it concludes, keeps, and refuses."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from mlx_mtp import tuning
-from mlx_mtp.cli import main
+from mlx_mtp.benchmark import Run
+from mlx_mtp.cli import main, tune
+from mlx_mtp.telemetry import Telemetry
 from mlx_mtp.tuning import Measurement, judge, load_profile, save_profile
 
 CASES = ("a", "b", "c")
@@ -16,11 +20,12 @@ def measured(by_depth, plain=(50.0,) * 6, acceptance=0.8, per_round=2.5):
     out = []
     for case in CASES:
         for turn, tps in enumerate(plain):
-            out.append(Measurement(0, case, turn, tps))
+            out.append(Measurement(0, case, turn, tps, round_seconds=1 / tps))
             for depth, ratio in by_depth.items():
                 wobble = 1 + 0.02 * ((turn + len(case)) % 3 - 1)
                 speed = tps * ratio * wobble
-                out.append(Measurement(depth, case, turn, speed, per_round, acceptance))
+                run = depth, case, turn, speed, per_round, acceptance
+                out.append(Measurement(*run, per_round / speed))
     return out
 
 
@@ -40,7 +45,7 @@ def test_no_depth_is_used_that_does_not_certainly_pay():
     noisy = measured({2: 1.0})
     for i, m in enumerate(noisy):
         if m.depth:
-            noisy[i] = Measurement(2, m.case, m.turn, 50 * (3, 0.4)[m.turn % 2], 2.5, 1)
+            noisy[i] = replace(m, tps=50 * (3, 0.4)[m.turn % 2], acceptance=1)
     assert judge(noisy).depth == 0
 
 
@@ -49,8 +54,8 @@ def test_a_slow_baseline_does_not_make_a_depth_win():
     runs = []
     for case in CASES:
         for turn, plain in enumerate((80.0, 80.0, 40.0, 40.0)):
-            runs.append(Measurement(0, case, turn, plain))
-            runs.append(Measurement(2, case, turn, 44.0, 1.0, 0.0))
+            runs.append(Measurement(0, case, turn, plain, round_seconds=1 / plain))
+            runs.append(Measurement(2, case, turn, 44.0, 1.0, 0.0, 1 / 44))
     verdict = judge(runs)
     assert verdict.depth == 0 and verdict.arms[0].refused == "no draft was accepted"
     assert any("-50%" in warning for warning in verdict.warnings)
@@ -64,6 +69,48 @@ def test_more_speed_than_tokens_a_round_is_a_disturbed_measurement():
 def test_the_deepest_depth_is_reported_as_the_limit():
     (warning,) = judge(measured({1: 1.2, 4: 1.6})).warnings
     assert "4 is the deepest" in warning
+
+
+def test_work_ahead_of_the_first_token_makes_no_depth_pay(demo):
+    """As long as plain decoding from the request on, however much comes at first."""
+    counts = Telemetry(rounds=4, drafted=8, accepted=5, round_tokens=9)
+    arms = {
+        0: lambda *_: Run(10, 1.0, 1.0, 0.1, 0),
+        2: lambda *_: Run(10, 1.0, 1.0, 0.8, 0, counts),
+    }
+    args = SimpleNamespace(prompt=["Hi"], repeats=4, temperatures=[0.0], max_tokens=9)
+    measurements = list(tune.measure(args, demo[1], arms))
+    verdict = judge(measurements)
+    (arm,) = verdict.arms
+    assert arm.tps == verdict.plain_tps == 10 and arm.ratio == pytest.approx(1)
+    assert "not certainly" in arm.refused and arm.tokens_per_round == 9 / 4
+    assert verdict.costs == pytest.approx({0: 0.1, 2: 0.05})
+
+
+@pytest.mark.parametrize("turn", [0, 3, 5])
+def test_answers_of_one_token_say_nothing_about_rounds(turn):
+    runs = [
+        replace(m, tokens_per_round=0.0, acceptance=0.0, round_seconds=None)
+        if m.turn == turn
+        else m
+        for m in measured({2: 1.5})
+    ]
+    verdict = judge(runs)
+    assert verdict.depth == 2 and verdict.arms[0].tokens_per_round == 2.5
+    without = [m for m in runs if m.depth or m.turn != turn]
+    assert judge(without).depth == 2
+
+
+def test_what_cannot_be_judged_is_refused():
+    runs = measured({2: 1.5})
+    with pytest.raises(ValueError, match=r"answers of plain decoding .* beside every"):
+        judge([])
+    with pytest.raises(ValueError, match="answers of plain decoding"):
+        judge([m for m in runs if m.depth])
+    with pytest.raises(ValueError, match=r"more than one token .* longer answers"):
+        judge([replace(m, round_seconds=None) for m in runs])
+    with pytest.raises(ValueError, match="depth 2 must have streams of the same case"):
+        judge([m if m.depth else replace(m, case="other") for m in runs])
 
 
 def test_a_verdict_replaces_an_earlier_one(tmp_path):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +30,9 @@ class Measurement:
         depth (int): 0 is plain ``mlx_lm``.
         case (str): Prompt and temperature.
         turn (int): The how-manieth time.
-        tps (float): Tokens a second after the first one.
+        tps (float): Tokens by the seconds from the request to the last of them.
         tokens_per_round, acceptance (float): As in ``Telemetry``.
+        round_seconds (float, optional): Seconds of a round; None without any.
     """
 
     depth: int
@@ -39,6 +41,7 @@ class Measurement:
     tps: float
     tokens_per_round: float = 1.0
     acceptance: float = 0.0
+    round_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Verdict:
     """``depth`` is the one to use, 0 for plain decoding; ``costs`` seconds a round."""
 
     depth: int
+    plain_tps: float
     arms: list[Arm]
     costs: dict[int, float]
     warnings: list[str] = field(default_factory=list)
@@ -76,29 +80,41 @@ def judge(measurements: Sequence[Measurement]) -> Verdict:
     A depth is refused unless the whole interval of its ratio is above 1, when none of
     its drafts was accepted, and when it claims to be faster than its tokens a round
     allow: then something else on the machine disturbed the measurement.
+
+    Raises:
+        ValueError: A depth has no stream of plain decoding beside it, or no answer is
+            longer than one token, so that nothing could be drafted.
     """
     plain = {(m.case, m.turn): m.tps for m in measurements if m.depth == 0}
+    costs = _costs(measurements)
+    if not plain or not costs:
+        missing = "more than one token" if plain else "plain decoding (depth 0)"
+        raise ValueError(
+            f"[judge] measurements must have answers of {missing} but have none. "
+            "Measure it beside every depth, on prompts with longer answers."
+        )
     depths = sorted({m.depth for m in measurements} - {0})
     by_depth = {d: [m for m in measurements if m.depth == d] for d in depths}
     arms = [_arm(depth, by_depth[depth], plain) for depth in depths]
-    costs = {0: 1 / statistics.median(plain.values())}
-    for arm in arms:
-        costs[arm.depth] = statistics.median(
-            m.tokens_per_round / m.tps for m in by_depth[arm.depth]
-        )
     paying = [arm for arm in arms if arm.refused is None]
     best = max(paying, key=lambda arm: arm.ratio).depth if paying else 0
     warnings = _drift(measurements)
     if best and best == depths[-1] and len(depths) > 1:
         warnings.append(f"Depth {best} is the deepest that was tried; try deeper ones.")
-    return Verdict(best, arms, costs, warnings)
+    return Verdict(best, statistics.median(plain.values()), arms, costs, warnings)
 
 
 def _arm(depth, runs, plain) -> Arm:
     pairs = [m for m in runs if (m.case, m.turn) in plain]
+    if not pairs:
+        raise ValueError(
+            f"[judge] depth {depth} must have streams of the same case and turn as "
+            "plain decoding but has none."
+        )
     ratio, low, high = paired_ratio([(m.tps, plain[m.case, m.turn]) for m in pairs])
-    per_round = statistics.mean(m.tokens_per_round for m in runs)
-    acceptance = statistics.mean(m.acceptance for m in runs)
+    drafted = [m for m in runs if m.round_seconds is not None]
+    per_round = statistics.mean([m.tokens_per_round for m in drafted] or [1.0])
+    acceptance = statistics.mean([m.acceptance for m in drafted] or [0.0])
     refused = None
     if acceptance == 0:
         refused = "no draft was accepted"
@@ -126,18 +142,28 @@ def paired_ratio(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, fl
     return float(ratio), float(low), float(high)
 
 
+def _costs(measurements) -> dict[int, float]:
+    """The median seconds of a round by depth, where there was one."""
+    found = defaultdict(list)
+    for m in measurements:
+        if m.round_seconds is not None:
+            found[m.depth].append(m.round_seconds)
+    return {depth: statistics.median(seconds) for depth, seconds in found.items()}
+
+
 def _drift(measurements) -> list[str]:
     """A warning when plain decoding changes its speed over the turns, case by case."""
-    turns = sorted({m.turn for m in measurements})
-    third = max(1, len(turns) // 3)
+    by_case = defaultdict(list)
+    for m in sorted(measurements, key=lambda m: m.turn):
+        if m.depth == 0:
+            by_case[m.case].append(m.tps)
     changes = []
-    for case in {m.case for m in measurements}:
-        tps = {m.turn: m.tps for m in measurements if m.depth == 0 and m.case == case}
-        first = statistics.median(tps[turn] for turn in turns[:third])
-        last = statistics.median(tps[turn] for turn in turns[-third:])
+    for tps in by_case.values():
+        third = max(1, len(tps) // 3)
+        first, last = statistics.median(tps[:third]), statistics.median(tps[-third:])
         changes.append(last / first - 1)
     change = statistics.median(changes)
-    if len(turns) < 2 or abs(change) <= DRIFT:
+    if abs(change) <= DRIFT:
         return []
     return [
         f"Plain decoding changed its speed by {change:+.0%} during the measurement: "

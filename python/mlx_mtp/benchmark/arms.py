@@ -8,6 +8,7 @@ from time import perf_counter, process_time
 
 import mlx.core as mx
 import mlx_lm
+from mlx_lm.generate import generation_stream
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 
 from ..generation import make_sampler, stream_generate
@@ -20,9 +21,9 @@ class Run:
 
     Args:
         tokens (int): How many, the end token included.
-        seconds (float): From the first token to the last.
+        seconds (float): From the request to the last token, the prompt in them.
         cpu (float): CPU seconds of all threads in that time.
-        first (float): Seconds to the first token, the prompt's forward in them.
+        first (float): Seconds to the first token.
         peak_bytes (int): The largest that MLX held, weights included.
         mtp (Telemetry, optional): What speculation did, where it is known.
         joules (float, optional): Of the whole processor.
@@ -38,8 +39,8 @@ class Run:
 
     @property
     def tps(self) -> float:
-        """Tokens a second behind the first one."""
-        return (self.tokens - 1) / self.seconds
+        """Tokens by seconds: work ahead of the first token is in them."""
+        return self.tokens / self.seconds
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def plain(
         mx.random.seed(seed)
         sampler = mlx_lm_sampler(temperature, **asdict(filters))
         return _timed(
-            mlx_lm.stream_generate(
+            lambda: mlx_lm.stream_generate(
                 model,
                 tokenizer,
                 prompt,
@@ -83,7 +84,7 @@ def ours(model, tokenizer, filters: Filters, decoder) -> Arm:
 
     def arm(prompt, temperature, max_tokens, seed):
         return _timed(
-            stream_generate(
+            lambda: stream_generate(
                 model,
                 tokenizer,
                 prompt,
@@ -97,17 +98,18 @@ def ours(model, tokenizer, filters: Filters, decoder) -> Arm:
     return arm
 
 
-def _timed(responses: Iterable) -> Run:
+def _timed(decode: Callable[[], Iterable]) -> Run:
+    mx.synchronize(generation_stream)  # what another arm left behind is not ours
     mx.reset_peak_memory()
-    begin, times, cpu, mtp = perf_counter(), [], [], None
-    for response in responses:
+    begin, cpu, times, mtp = perf_counter(), process_time(), [], None
+    for response in decode():
         times.append(perf_counter())
-        cpu.append(process_time())
+        cpu_end = process_time()
         mtp = getattr(response, "mtp", None)
     return Run(
         len(times),
-        times[-1] - times[0],
-        cpu[-1] - cpu[0],
+        times[-1] - begin,
+        cpu_end - cpu,
         times[0] - begin,
         mx.get_peak_memory(),
         mtp,

@@ -56,10 +56,7 @@ def measure(
 
 def _rows(case: Case, runs: Mapping[str, list[Run]], rivals) -> Iterator[dict]:
     for name, measured in runs.items():
-        tps = [run.tps for run in measured if run.tokens > 1]
-        ratio = _ratio(measured, runs[PLAIN])
-        if ratio is None:
-            continue
+        tps = [run.tps for run in measured]
         rival = rivals.get(name)
         yield {
             "prompt_set": case.prompt_set,
@@ -69,11 +66,11 @@ def _rows(case: Case, runs: Mapping[str, list[Run]], rivals) -> Iterator[dict]:
             "streams": len(tps),
             "tps": statistics.median(tps),
             "spread": spread(tps),
-            "ratio": ratio,
+            "ratio": _ratio(measured, runs[PLAIN]),
             "rival": rival,
             "ratio_to_rival": rival and _ratio(measured, runs[rival]),
             "cpu_s_a_token": statistics.median(
-                run.cpu / (run.tokens - 1) for run in measured if run.tokens > 1
+                run.cpu / run.tokens for run in measured
             ),
             "first_token_s": statistics.median(run.first for run in measured),
             "peak_gb": max(run.peak_bytes for run in measured) / 1e9,
@@ -82,15 +79,8 @@ def _rows(case: Case, runs: Mapping[str, list[Run]], rivals) -> Iterator[dict]:
         }
 
 
-def _ratio(runs: Sequence[Run], others: Sequence[Run]) -> dict[str, float] | None:
-    """Of pairs of streams with more than one token; None without any."""
-    pairs = [
-        (a.tps, b.tps)
-        for a, b in zip(runs, others, strict=True)
-        if min(a.tokens, b.tokens) > 1
-    ]
-    if not pairs:
-        return None
+def _ratio(runs: Sequence[Run], others: Sequence[Run]) -> dict[str, float]:
+    pairs = [(a.tps, b.tps) for a, b in zip(runs, others, strict=True)]
     return dict(zip(("mean", "low", "high"), paired_ratio(pairs), strict=True))
 
 

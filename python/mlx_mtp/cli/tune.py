@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import product
-from time import perf_counter
 
-import mlx.core as mx
-import mlx_lm
-from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 from tqdm import tqdm
 
+from ..benchmark import Arm, Run
+from ..benchmark.arms import Filters, ours, plain
 from ..benchmark.report import pyplot
-from ..generation import find_decoder, make_sampler, stream_generate
+from ..generation import find_decoder
 from ..loading import load
 from ..tuning import Measurement, Verdict, judge, save_profile
 from . import options
@@ -56,10 +54,13 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = load(args.model)
     drafter = options.drafter(args, model, tokenizer)
     depths = sorted(set(args.depths))
-    arms = {depth: find_decoder(model, drafter, depth) for depth in depths}
-    if None in arms.values():
+    decoders = {depth: find_decoder(model, drafter, depth) for depth in depths}
+    if None in decoders.values():
         raise ValueError("The model has no MTP head. Try --drafter ngram.")
-    measurements = list(measure(args, model, tokenizer, {0: None, **arms}))
+    shared = model, tokenizer, Filters()
+    arms = {0: plain(*shared)}
+    arms |= {depth: ours(*shared, decoder) for depth, decoder in decoders.items()}
+    measurements = list(measure(args, tokenizer, arms))
     verdict = judge(measurements)
     print("\n".join(lines(verdict)))
     if args.json:
@@ -76,55 +77,30 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(args, model, tokenizer, arms) -> Iterator[Measurement]:
+def measure(args, tokenizer, arms: Mapping[int, Arm]) -> Iterator[Measurement]:
     """Every arm on every prompt and temperature in turn; the first turn warms up."""
     prompts = [options.chat_prompt(tokenizer, p) for p in args.prompt or PROMPTS]
     jobs = list(product(range(-1, args.repeats), enumerate(prompts), args.temperatures))
     for turn, (i, prompt), temperature in tqdm(jobs, desc="measuring", leave=False):
         for depth in list(arms) if turn % 2 else list(arms)[::-1]:
-            found = _run_arm(
-                args, model, tokenizer, prompt, arms[depth], temperature, turn
-            )
-            if turn >= 0 and found is not None:
+            run = arms[depth](prompt, temperature, args.max_tokens, turn + 1)
+            if turn >= 0:
                 case = f"prompt {i}, T={temperature:g}"
-                yield Measurement(depth, case, turn, *found)
+                yield _measurement(depth, case, turn, run)
 
 
-def _run_arm(args, model, tokenizer, prompt, decoder, temperature, turn):
-    """Tokens a second, tokens a round and acceptance; None for one token alone."""
-    if decoder is None:
-        mx.random.seed(turn + 1)
-        responses = mlx_lm.stream_generate(
-            model,
-            tokenizer,
-            prompt,
-            args.max_tokens,
-            sampler=mlx_lm_sampler(temperature),
-        )
-    else:
-        responses = stream_generate(
-            model,
-            tokenizer,
-            prompt,
-            args.max_tokens,
-            mtp=decoder,
-            sampler=make_sampler(temperature),
-            seed=turn + 1,
-        )
-    response = next(responses)
-    start = perf_counter()
-    later = list(responses)
-    if not later:
-        return None
-    tps = len(later) / (perf_counter() - start)
-    if decoder is None:
-        return tps, 1.0, 0.0
-    return tps, response.mtp.tokens_per_round, response.mtp.acceptance_rate
+def _measurement(depth: int, case: str, turn: int, run: Run) -> Measurement:
+    rounds, per_round, acceptance = run.tokens - 1, 1.0, 0.0
+    if depth:
+        rounds, per_round = run.mtp.rounds, run.mtp.tokens_per_round
+        acceptance = run.mtp.acceptance_rate
+    seconds = (run.seconds - run.first) / rounds if rounds else None
+    return Measurement(depth, case, turn, run.tps, per_round, acceptance, seconds)
 
 
 def lines(verdict: Verdict) -> list[str]:
     """The verdict for a person."""
-    out = [f"plain mlx_lm: {1 / verdict.costs[0]:.1f} tokens/s"]
+    out = [f"plain mlx_lm: {verdict.plain_tps:.1f} tokens/s"]
     for arm in verdict.arms:
         line = (
             f"depth {arm.depth}: {arm.tps:.1f} tokens/s, {arm.ratio:.2f}x "
@@ -143,16 +119,16 @@ def lines(verdict: Verdict) -> list[str]:
 
 def plot(verdict: Verdict, path: str) -> None:
     plt = pyplot()
-    plain = 1 / verdict.costs[0]
+    plain_tps = verdict.plain_tps
     figure, axes = plt.subplots()
-    tps = [plain * arm.ratio for arm in verdict.arms]
+    tps = [plain_tps * arm.ratio for arm in verdict.arms]
     error = [
-        [plain * (arm.ratio - arm.low) for arm in verdict.arms],
-        [plain * (arm.high - arm.ratio) for arm in verdict.arms],
+        [plain_tps * (arm.ratio - arm.low) for arm in verdict.arms],
+        [plain_tps * (arm.high - arm.ratio) for arm in verdict.arms],
     ]
     depths = [arm.depth for arm in verdict.arms]
     axes.errorbar(depths, tps, yerr=error, marker="o", capsize=3, label="mlx-mtp")
-    axes.axhline(plain, linestyle="--", color="gray", label="plain mlx_lm")
+    axes.axhline(plain_tps, linestyle="--", color="gray", label="plain mlx_lm")
     axes.set(xlabel="drafts a round", ylabel="tokens/s (95 % interval)", ylim=(0, None))
     axes.set_xticks(depths)
     axes.legend()
