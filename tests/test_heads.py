@@ -263,6 +263,22 @@ def test_fp8_blocks_of_a_raw_head_are_scaled(tmp_path):
         assert 0 < mx.abs(x - y).max() < 0.1 * mx.abs(y).max()
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
+def test_experts_of_a_sidecar_are_stacked(family, tmp_path):
+    """Of a raw head beside a converted model, whose metadata says so."""
+    config = tiny_checkpoint(family, tmp_path).config
+    embedded = load_head(tmp_path, config)
+    tensors = mx.load(str(tmp_path / "model.safetensors"))
+    tensors = {name: x for name, x in tensors.items() if name.startswith("mtp.")}
+    file = str(tmp_path / "head.safetensors")
+    mx.save_safetensors(file, tensors, {"format": "mlx", "norm_offset": "1"})
+    beside = load_head(file, config)
+    leaves = [tree_flatten(head.parameters()) for head in (embedded, beside)]
+    assert any("switch_mlp" in name for name, _ in leaves[0])
+    for (_, x), (_, y) in zip(*leaves, strict=True):
+        assert mx.array_equal(x, y)
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 def test_a_qwen_head_scales_its_rotation_as_the_trunk(family):
     yarn = {

@@ -657,7 +657,7 @@ def _find_head(path: Path, trunk: list[_Shard], spec, config) -> _Found | None:
     sidecars = [_read_shard(file) for file in files]
     shards = sidecars or trunk
     names = [name for shard in shards for name in shard.tensors]
-    stored = any("norm_offset" in shard.metadata for shard in sidecars)
+    stored = any("mtp_family" in shard.metadata for shard in sidecars)
     _check_family(sidecars, spec, config)
     belongs = select(names, spec, config, stored)
     shards = [s for s in shards if any(_is_part(name, belongs) for name in s.tensors)]

@@ -236,9 +236,9 @@ BAILING_MOE = replace(
     source="SGLang bailing_moe_nextn",
 )
 
-_UNKNOWN = "the wiring of its head is not published"
+_UNKNOWN = "no description of its head was found"
 REFUSED = {
-    "deepseek_v41": "its head has parts that mlx_lm has no layers for",
+    "deepseek_v41": "its head, with hyper-connections, is not built yet",
     "bailing_moe_v3": _UNKNOWN,
     "kimi_linear": _UNKNOWN,
     "kimi_k3": _UNKNOWN,
