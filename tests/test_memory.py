@@ -215,6 +215,20 @@ def test_fail_names_the_numbers_and_touches_nothing(scene):
     scene.check(None, caches=caches)  # the next request works
 
 
+def test_a_drafter_that_cannot_be_measured_is_not_used(scene):
+    class Broken(ScriptedDrafter):
+        def begin(self, prompt, capacity):
+            raise RuntimeError("no memory")
+
+    decoder = SpeculativeDecoder(scene.target, Broken(scene.truth, 128), 3)
+    steps = decoder.stream(PROMPT, max_tokens=50, memory=MemoryPolicy(2**40))
+    assert [step.token for step in steps] == scene.truth[:50]
+    assert steps.telemetry.fallback == "memory: there is no plan: no memory"
+    steps = decoder.stream(PROMPT, memory=MemoryPolicy(2**40, "fail"))
+    with pytest.raises(RuntimeError, match="no memory"):
+        next(steps)
+
+
 def test_adaptive_depth_stays_within_what_fits(scene):
     decoder = SpeculativeDecoder(scene.target, scene.drafter, "adaptive")
     for depth in (2, 0):

@@ -270,16 +270,22 @@ class Watch:
 
     Args:
         policy (MemoryPolicy): The policy.
-        footprint (Footprint): Of the stream's target, drafter and caches.
+        measure (callable): Gives the ``Footprint`` of the stream.
     """
 
-    def __init__(self, policy: MemoryPolicy, footprint: Footprint):
-        self.policy, self.footprint = policy, footprint
+    def __init__(self, policy: MemoryPolicy, measure: Callable[[], Footprint]):
+        self.policy, self._measure = policy, measure
 
     def start(
         self, capacity: int, depth: int, prompt: int, chunk: int
     ) -> tuple[int, str | None]:
         """As ``MemoryPolicy.choose``, in front of a prompt; see ``Footprint.plan``."""
+        try:
+            self.footprint = self._measure()
+        except Exception as error:  # such as a drafter that fails
+            if self.policy.action == "fail":
+                raise
+            return 0, f"memory: there is no plan: {error}"
         others = self._others(self.footprint.held)
         plan = partial(
             self.footprint.plan, capacity, prompt=prompt, chunk=chunk, others=others

@@ -275,7 +275,8 @@ class SpeculativeDecoder:
         if policy is None or policy.action == "allow":
             return None
         adapters = classify(caches, self.target.adapters)
-        return Watch(policy, Footprint(self.target, self.drafter, caches, adapters))
+        measure = partial(Footprint, self.target, self.drafter, caches, adapters)
+        return Watch(policy, measure)
 
     def _pace(self, greedy: bool, plain: bool) -> Pace:
         """Says the depth of a stream's rounds, and whether it may be plain."""
