@@ -113,10 +113,14 @@ def test_other_tokens_end_the_command(monkeypatch, capsys):
     assert "1 differ" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("bad", [["--repeats", "0"], ["--contexts", "0"], ["-m", "1"]])
-def test_bad_settings_are_refused(bad, capsys):
-    assert main(["bench", *bad]) == 2
-    assert "must be positive" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "bad", ["--contexts 9 0", "--top-p 1.5", "--top-k -1", "--markdown no/folder/x.md"]
+)
+def test_bad_settings_are_refused_before_a_model_is_loaded(bad, capsys, monkeypatch):
+    monkeypatch.setattr("mlx_mtp.cli.bench.load", None)
+    assert main(["bench", *bad.split()]) == 2
+    said = capsys.readouterr().err
+    assert "must be" in said or "No such file" in said
 
 
 def test_mtplx_that_is_missing_is_said_to_be():

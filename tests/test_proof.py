@@ -234,8 +234,23 @@ def test_the_command_reports_and_its_exit_code_tells(capsys, tmp_path, monkeypat
         assert json.loads(path.read_text())["ok"] is ok
         out = capsys.readouterr().out
         assert ("FAIL b" in out) is not ok and "smallest p 0.5" in out
-    assert main(["verify", "--streams", "0"]) == 2
-    assert "--streams" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ("--streams 0", "--streams must be"),
+        ("--depth 33", "depth must be"),
+        ("--depth adaptive", "must be a number"),
+        ("--json no/folder/x.json", "No such file"),
+    ],
+)
+def test_bad_settings_are_refused_before_a_model_is_loaded(
+    bad, said, capsys, monkeypatch
+):
+    monkeypatch.setattr("mlx_mtp.cli.verify.load", None)
+    assert main(["verify", *bad.split()]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow

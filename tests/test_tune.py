@@ -9,6 +9,7 @@ import pytest
 from mlx_mtp import tuning
 from mlx_mtp.benchmark import Run
 from mlx_mtp.cli import main, tune
+from mlx_mtp.cli.options import check_files
 from mlx_mtp.telemetry import Telemetry
 from mlx_mtp.tuning import Measurement, judge, load_profile, save_profile
 
@@ -166,7 +167,52 @@ def test_a_draft_vocabulary_is_measured_as_another_drafter(monkeypatch, tmp_path
     assert path != tuning.profile_path("demo", "mtp")
 
 
-@pytest.mark.parametrize("bad", [["--repeats", "0"], ["--depths", "0"], ["-m", "1"]])
-def test_bad_settings_are_refused(bad, capsys):
-    assert main(["tune", *bad]) == 2
-    assert "must be positive" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["tune", "bench"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *("--repeats 0", "--depths 1 0", "--depths 33", "-m 1"),
+        *("--temperatures 0 -1", "--temperatures nan", "--json no/folder/x.json"),
+        *("--plot no/folder/x.png", "--plot /", "--plot x.doc"),
+    ],
+)
+def test_bad_settings_are_refused_before_a_model_is_loaded(
+    command, bad, capsys, monkeypatch
+):
+    if "plot" in bad:
+        pytest.importorskip("matplotlib")
+    monkeypatch.setattr(f"mlx_mtp.cli.{command}.load", None)
+    assert main([command, *bad.split()]) == 2
+    said = capsys.readouterr().err
+    wrong = ("must be", "must end in", "No such file", "Is a directory")
+    assert any(words in said for words in wrong), said
+
+
+def test_a_file_that_can_be_written_is_left_as_it_was(tmp_path):
+    kept, new = tmp_path / "kept", tmp_path / "new"
+    kept.write_text("text")
+    check_files(kept, new, None)
+    assert kept.read_text() == "text" and not new.exists()
+
+
+def test_the_profile_is_kept_although_a_report_fails(demo, tmp_path, monkeypatch):
+    """The picture breaks at the end, as on a full disk."""
+    pytest.importorskip("matplotlib")
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    monkeypatch.setattr(tune, "plot", full)
+    monkeypatch.setattr(tune, "measure", lambda *_: measured({1: 1.5}))
+    picture = str(tmp_path / "depths.png")
+    assert main(["tune", "--depths", "1", "--plot", picture]) == 2
+    assert load_profile(tuning.profile_path("demo", "mtp"))[0] == 1
+
+
+def test_a_profile_that_cannot_be_kept_is_refused_first(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path / "file" / "profiles")
+    monkeypatch.setattr(tune, "measure", None)
+    assert main(["tune", "--depths", "1"]) == 2
+    assert str(tmp_path) in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from .measure import PLAIN
 
@@ -80,6 +81,16 @@ def pyplot():
     except ImportError:
         raise ImportError("--plot needs matplotlib: pip install matplotlib") from None
     return pyplot
+
+
+def check_plot(path: str) -> None:
+    """Raises ImportError without matplotlib, ValueError for a kind it cannot write."""
+    plt, ending = pyplot(), Path(path).suffix[1:].lower()
+    figure = plt.figure()
+    kinds = figure.canvas.get_supported_filetypes()
+    plt.close(figure)
+    if ending and ending not in kinds:
+        raise ValueError(f"--plot must end in one of {', '.join(kinds)}: {path}")
 
 
 def plot(rows: Sequence[dict], path: str) -> None:

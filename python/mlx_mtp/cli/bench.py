@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=options.depth,
         nargs="+",
         default=[1, 2, 3, 4, 6],
-        help="Drafts a round; adaptive is one too.",
+        help=f"Drafts a round, {options.DEPTHS}; adaptive is one too.",
     )
     add("--sets", nargs="+", choices=prompts.NAMES, default=prompts.NAMES)
     add("--prompt", action="append", help="Your own, in place of --sets; repeatable.")
@@ -58,12 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.repeats < 1 or args.max_tokens < 2 or min(args.contexts) < 1:
-        raise ValueError(
-            "--repeats and --contexts must be positive, --max-tokens at least 2."
-        )
+    options.check(args, repeats=1, max_tokens=2, contexts=1)
+    options.check_files(args.json, args.markdown, args.plot)
     if args.plot:
-        report.pyplot()  # before minutes are spent
+        report.check_plot(args.plot)
     model, tokenizer = load(args.model)
     drafter = options.drafter(args, model, tokenizer)
     decoders = {d: find_decoder(model, drafter, d) for d in args.depths}

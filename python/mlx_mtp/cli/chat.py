@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     screen = Terminal() if on_terminal else Piped()
+    options.check(args)
     sampler = options.sampler(args)
     model, tokenizer = load(args.model)
     mtp = options.mtp(args, model, tokenizer)

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    options.check(args)
     sampler = options.sampler(args)
     model, tokenizer = load(args.model)
     mtp = options.mtp(args, model, tokenizer)

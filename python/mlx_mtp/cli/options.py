@@ -13,6 +13,8 @@ from ..sampling import SamplingParams
 from ..speculative import SpeculativeDecoder
 from ..targets import as_target
 
+MAX_DEPTH = MTPHeadDrafter.max_depth
+DEPTHS = f"1 to {MAX_DEPTH} (16 of an assistant or a smaller model)"
 THINKING = {"on": True, "off": False, "auto": None}
 
 
@@ -46,8 +48,8 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
     add(
         "--depth",
         type=depth,
-        help="Drafts a round; adaptive chooses round by round. By default what "
-        f"mlx-mtp tune found, else {DEFAULT_DEPTH}.",
+        help=f"Drafts a round, {DEPTHS}; adaptive chooses round by round. By default "
+        f"what mlx-mtp tune found, else {DEFAULT_DEPTH}.",
     )
     add_drafter(parser)
 
@@ -71,6 +73,37 @@ def add_drafter(parser: argparse.ArgumentParser) -> None:
 def depth(text: str) -> int | str:
     """A number of drafts, or ``adaptive``."""
     return text if text == "adaptive" else int(text)
+
+
+def check(args: argparse.Namespace, **least: int) -> None:
+    """Raises ValueError for numbers that would fail later, with a model loaded.
+
+    Args:
+        least: The least value of options by their names. Depths and temperatures are
+            looked at wherever there are some.
+    """
+    for name, bound in least.items():
+        value = getattr(args, name)
+        if min(value if isinstance(value, list) else [value]) < bound:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} must be at least {bound} but is {value}.")
+    for number in getattr(args, "depths", None) or [args.depth]:
+        if number not in (None, "adaptive") and not 1 <= number <= MAX_DEPTH:
+            raise ValueError(f"A depth must be in [1, {MAX_DEPTH}] but is {number}.")
+    top_k, top_p = getattr(args, "top_k", 0), getattr(args, "top_p", 0.0) or 1.0
+    for temperature in getattr(args, "temperatures", []):
+        SamplingParams(temperature, top_k, top_p)
+
+
+def check_files(*paths: str | Path | None) -> None:
+    """Raises OSError for a file that could not be written after all the work."""
+    for path in map(Path, filter(None, paths)):
+        if path.is_fifo():
+            continue
+        new = not path.exists()
+        path.open("a").close()
+        if new:
+            path.unlink()
 
 
 def sampler(args: argparse.Namespace) -> Sampler:
@@ -122,8 +155,6 @@ def choose_depth(args: argparse.Namespace) -> dict[int, float] | None:
 def mtp(args: argparse.Namespace, model, tokenizer):
     """The ``mtp`` argument of ``stream_generate``."""
     costs = choose_depth(args)
-    if args.depth != "adaptive" and args.depth < 1:
-        raise ValueError(f"--depth must be at least 1 but is {args.depth}.")
     if args.no_mtp:
         return None
     chosen = drafter(args, model, tokenizer)

@@ -11,12 +11,13 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import product
+from pathlib import Path
 
 from tqdm import tqdm
 
 from ..benchmark import Arm, Run
 from ..benchmark.arms import Filters, ours, plain
-from ..benchmark.report import pyplot
+from ..benchmark.report import check_plot, pyplot
 from ..generation import find_decoder
 from ..loading import load
 from ..tuning import Measurement, Verdict, judge, save_profile
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="demo", help="Folder or Hub id; demo is the embedded model.")
     options.add_drafter(parser)
-    add("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="To be tried.")
+    add("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help=options.DEPTHS)
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
     add("--prompt", action="append", help="A prompt of your own; may be repeated.")
     add("--max-tokens", "-m", type=int, default=128, help="Tokens of a stream.")
@@ -45,23 +46,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.repeats < 1 or args.max_tokens < 2 or min(args.depths) < 1:
-        raise ValueError(
-            "--repeats and --depths must be positive, --max-tokens at least 2."
-        )
+    options.check(args, repeats=1, max_tokens=2)
+    options.check_files(args.json, args.plot)
     if args.plot:
-        pyplot()  # before minutes are spent
+        check_plot(args.plot)
     model, tokenizer = load(args.model)
     drafter = options.drafter(args, model, tokenizer)
     depths = sorted(set(args.depths))
     decoders = {depth: find_decoder(model, drafter, depth) for depth in depths}
     if None in decoders.values():
         raise ValueError("The model has no MTP head. Try --drafter ngram.")
+    profile = None if args.dry_run else _profile(args)
     shared = model, tokenizer, Filters()
     arms = {0: plain(*shared)}
     arms |= {depth: ours(*shared, decoder) for depth, decoder in decoders.items()}
     measurements = list(measure(args, tokenizer, arms))
     verdict = judge(measurements)
+    if profile is not None:
+        save_profile(profile, verdict)
     print("\n".join(lines(verdict)))
     if args.json:
         report = {
@@ -72,9 +74,15 @@ def run(args: argparse.Namespace) -> int:
             json.dump(report, file, indent=1)
     if args.plot:
         plot(verdict, args.plot)
-    if not args.dry_run:
-        save_profile(options.profile_path(args), verdict)
     return 0
+
+
+def _profile(args) -> Path:
+    """Where the profile will be, which must be writable before minutes are spent."""
+    path = options.profile_path(args)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    options.check_files(path)
+    return path
 
 
 def measure(args, tokenizer, arms: Mapping[int, Arm]) -> Iterator[Measurement]:

@@ -39,9 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("streams", "batch", "tokens"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be positive but is {getattr(args, name)}.")
+    options.check(args, streams=1, batch=1, tokens=1)
+    options.check_files(args.json)
     depth = DEFAULT_DEPTH if args.depth is None else args.depth
     if depth == "adaptive":
         raise ValueError("--depth must be a number: every depth is proved by itself.")
