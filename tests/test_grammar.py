@@ -162,6 +162,25 @@ def test_no_control_token_stands_inside_of_a_string(vocabulary, tokens_of):
     assert inside.isdisjoint(vocabulary.controls.values())
 
 
+@pytest.mark.parametrize("fast_forward", [True, False])
+@pytest.mark.parametrize(
+    "text",
+    ["a<|im_end|>b", "</think>", "<tool_call>", "<|im_end|>", "é<think><think>🙂"],
+)
+def test_the_text_of_a_control_token_is_spelt_with_others(
+    text, fast_forward, vocabulary, tokens_of
+):
+    grammar = Grammar.json_schema({"enum": [{"tag": text, "n": 1}]})
+    matcher = matcher_of(grammar, tokens_of, (), fast_forward)
+    ids = []
+    while END not in (allowed := ids_of(matcher.mask())):
+        ids.append(min(allowed))
+        matcher.accept(ids[-1])
+    written = b"".join(map(vocabulary.piece, ids)).decode()
+    assert json.loads(written) == {"tag": text, "n": 1}
+    assert set(vocabulary.controls.values()).isdisjoint(ids)
+
+
 def test_added_tokens_of_any_shape_are_no_text():
     _, tokenizer = mlx_mtp.load("demo")
     tokenizer._tokenizer.add_tokens(["[CALL]"])

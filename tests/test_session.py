@@ -406,6 +406,24 @@ def test_json_behind_a_thought_that_ends_by_itself(demo):
     assert "Result: 125" in reply.reasoning and json.loads(reply.text)
 
 
+@pytest.mark.parametrize("text", ["<|im_end|>", "</think>", "<tool_call>"])
+def test_json_may_hold_the_text_of_a_control_token(demo, text):
+    schema = {
+        "type": "object",
+        "properties": {"tag": {"enum": [text]}, "n": {"type": "integer"}},
+        "required": ["tag", "n"],
+        "additionalProperties": False,
+    }
+    replies = []
+    for mtp in (None, "auto"):
+        session = make(demo, mtp, max_tokens=90)
+        session.respond(QUESTION, response_format=schema, thinking_budget=5)
+        replies.append(parts(session.reply))
+        assert json.loads(session.reply.text)["tag"] == text
+        assert session.reply.finish_reason == "stop" and not session.reply.rejected
+    assert replies[0] == replies[1]
+
+
 def test_a_phase_of_its_own_costs_no_second_prefill(demo):
     """The tokens that are fed are the prompt's and the emitted ones, each once."""
     session = make(demo, tools=TOOLS)

@@ -229,9 +229,8 @@ def load_vocabulary(tokenizer):
     key = (len(inner), *sorted(ends))
     made = _VOCABULARIES.setdefault(inner, {})
     if key not in made:
-        made[key] = lib.LLTokenizer(
-            _with_controls(backend.to_str()), eos_token=sorted(ends)
-        )
+        plain = lib.LLTokenizer(_with_controls(backend.to_str()), slices=[])
+        made[key] = lib.LLTokenizer(_Spelling(plain), eos_token=sorted(ends))
     return made[key]
 
 
@@ -246,6 +245,39 @@ def _with_controls(tokenizer: str) -> str:
             token["content"].isspace() or token["content"].isalnum()
         )
     return json.dumps(data)
+
+
+class _Spelling:
+    """What llguidance asks of a tokenizer; no text becomes a control token.
+
+    Args:
+        plain: The tokenizer with control tokens that are no text, but written as such.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, plain):
+        self._plain = plain
+        self.eos_token_id = plain.eos_token
+        self.tokens = [plain.decode_bytes([i]) for i in range(plain.vocab_size)]
+        # An id without a token is decoded as its number; as a text it would be one.
+        self.special_token_ids = [
+            i
+            for i, piece in enumerate(self.tokens)
+            if plain.is_special_token(i) or piece == b"<[%d]>" % i
+        ]
+        names = [self.tokens[i].decode() for i in self.special_token_ids]
+        names.sort(key=len, reverse=True)
+        self._controls = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
+
+    def __call__(self, text: str) -> list[int]:
+        ids = []
+        for i, part in enumerate(self._controls.split(text)):
+            # Every other part is the text of a control token.
+            spell = self._plain.greedy_tokenize if i % 2 else self._plain.tokenize_str
+            ids += spell(part) if part else []
+        return ids
 
 
 class GrammarMatcher:
