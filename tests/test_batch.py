@@ -78,6 +78,17 @@ def test_requests_of_all_kinds_equal_their_single_runs(pools, model):
             assert compare(request, steps) == 0
 
 
+@pytest.mark.parametrize("name", ["processors", "coupled"])
+def test_ways_of_drawing_in_pairs(pools, name):
+    """Each kind of row beside each other one: no third one lends it anything."""
+    pool = pools["hybrid, mixed"]
+    request = next(r for r in pool.requests if name in r.options)
+    for other in pool.requests:
+        for some in ([request, other], [other, request]):
+            for expected, steps in zip(some, together(pool, some), strict=True):
+                assert compare(expected, steps) == 0
+
+
 @pytest.mark.parametrize("kind", ["scripted", "mixed"])
 @pytest.mark.parametrize("model", MODELS)
 def test_random_joins_and_leaves_change_no_row(pools, model, kind):

@@ -661,7 +661,6 @@ class BatchIterator(Iterator[list[BatchOutput]]):
             own = round_.row(proposal, slot, pending.parts[slot])
             logits = pending.logits[slot : slot + 1]
             found = self._ask(request, request.stream.decide, own, logits)
-            accepted[slot] = -1
             if found is None:
                 continue
             decided[slot], drafted[slot] = found
