@@ -7,6 +7,7 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 import pytest
+from batch_faults import campaign
 from batches import (
     DEPTH,
     Forces,
@@ -499,6 +500,10 @@ def test_behind_a_round_that_fails_the_rows_go_on_alone_and_come_back(
         assert telemetry.step_downs == 1
         assert "division by zero" in telemetry.fallback
         plain.check(cache, len(PROMPT) + 20 + 15 * i)
+
+
+def test_faults_anywhere_leave_every_cache_exact(plain):
+    assert len(campaign(plain, 60)) > 20
 
 
 # Arguments

@@ -57,6 +57,7 @@ class Row(Stream):
         super().__init__(find_round, FixedDepth(batch.width - 1), *args, **options)
         self.batch, self.depth = batch, depth
         self.slot: int | None = None
+        self._submitted: object = None  # the block in front of the newest round
 
     def _rounds(self, pending):
         if pending.counts is None and not self._host_decides:
@@ -86,7 +87,8 @@ class Row(Stream):
 
     def _pause(self):
         if self.slot is not None:
-            self._state, self._replayable = self.batch.take(self.slot)
+            unread = self._block is self._submitted
+            self._state, self._replayable = self.batch.take(self.slot, unread)
             self._capacity = self.batch.capacity
             self.slot = None
         super()._pause()
@@ -96,6 +98,10 @@ class Row(Stream):
     def sit(self, slot: int) -> None:
         """Takes a slot: the state is there from now on."""
         self.slot, self._state = slot, {}
+
+    def submit(self) -> None:
+        """Notes that a round begins, whose share is not read yet."""
+        self._submitted = self._block
 
     @property
     def joined(self) -> bool:
@@ -185,7 +191,7 @@ class BatchOutput:
     error: Exception | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
     id: int
     stream: Stream
@@ -335,9 +341,8 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         if request is None:
             return False
         try:
-            request.steps.close()
-        finally:
             self._leave(request)
+        finally:
             self._tidy()
         return True
 
@@ -349,6 +354,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         """Ends every request."""
         for id_ in list(self._requests):
             self.remove(id_)
+        self._tidy()
 
     def __next__(self) -> list[BatchOutput]:
         """One turn; it may have no news. It ends when there is no request."""
@@ -359,6 +365,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         ahead = self._build(unread=True) if self._builds_ahead else None
         for request, share in self._read():
             self._advance(request, share)
+        self._replayable = None
         for request in at_rest:
             if not request.reads_prompt:
                 self._advance(request)
@@ -438,12 +445,19 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         out = self._output(request)
         out.finish, out.error = finish, error
         del self._requests[request.id]
-        self._leave(request)
+        try:
+            self._leave(request)
+        except Exception as failure:
+            out.finish, out.error = "error", error or failure
 
     def _leave(self, request: _Request) -> None:
-        if request.slot is not None:
-            self._slots[request.slot] = None
-            request.stream.slot = None
+        """Closes the stream, which takes its state back, and frees its slot."""
+        try:
+            request.steps.close()
+        finally:
+            if request.slot is not None:
+                self._slots[request.slot] = None
+                request.stream.slot = None
 
     # Slots
 
@@ -469,13 +483,13 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         row.sit(slot)
         self._slots[slot], self._stale = request, True
 
-    def take(self, slot: int) -> tuple[RoundState, list | None]:
+    def take(self, slot: int, unread: bool) -> tuple[RoundState, list | None]:
         """Copies of the state of a row, which leaves its slot, and of the leaves behind
-        it if a round is in flight."""
+        it if the row has not read the newest round."""
         at = mx.array([slot])
         state, behind = tree_map(
             lambda x: None if x is None else mx.take(x, at, axis=0),
-            (self._state, self._replayable),
+            (self._state, self._replayable if unread else None),
         )
         try:
             mx.eval(state, behind)
@@ -495,6 +509,8 @@ class BatchIterator(Iterator[list[BatchOutput]]):
 
     def _tidy(self) -> None:
         """Gives up slots that nobody needs."""
+        open_ = self._requests.values()
+        self._slots = [request if request in open_ else None for request in self._slots]
         used = max(self._seated, default=-1) + 1
         if not used:
             self._slots, self._state, self._pending = [], None, None
@@ -581,6 +597,9 @@ class BatchIterator(Iterator[list[BatchOutput]]):
             a.replayable(x) for a, x in zip(adapters, leaves, strict=True)
         ]
         del leaves
+        for request in pending.requests.values():
+            if request.slot is not None:
+                request.stream.submit()
         # The graph becomes the one owner of the old buffers and writes in place.
         self._state, pending.state = pending.state, None
         self._pending = pending
@@ -611,7 +630,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         except Exception as error:
             self._fail(error)
             return []
-        self._pending = self._replayable = None
+        self._pending = None
         self._state = {k: x for k, x in self._state.items() if k not in CONTROLS}
         self.rounds += 1
         self._measure(pending, [rows[slot][0] for slot in pending.requests])
