@@ -262,13 +262,13 @@ class _Spelling:
         self.eos_token_id = plain.eos_token
         self.tokens = [plain.decode_bytes([i]) for i in range(plain.vocab_size)]
         # An id without a token is decoded as its number; as a text it would be one.
-        self.special_token_ids = [
+        self.special_token_ids = special = [
             i
             for i, piece in enumerate(self.tokens)
             if plain.is_special_token(i) or piece == b"<[%d]>" % i
         ]
-        names = [self.tokens[i].decode() for i in self.special_token_ids]
-        names.sort(key=len, reverse=True)
+        names = [self.tokens[i].decode("utf-8", "ignore") for i in special]
+        names = sorted(filter(None, names), key=len, reverse=True)
         self._controls = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
 
     def __call__(self, text: str) -> list[int]:
