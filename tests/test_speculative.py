@@ -8,6 +8,8 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from families import tiny_family
+from gemma import assistant_config
 from mlx.utils import tree_map
 from mlx_lm import stream_generate
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache
@@ -23,7 +25,15 @@ from tiny import (
 )
 
 import mlx_mtp.stream
-from mlx_mtp.drafters import DrafterMismatch, Drafts, MTPHeadDrafter, NGramDrafter
+from mlx_mtp.drafters import (
+    AssistantConfig,
+    DrafterMismatch,
+    Drafts,
+    Gemma4Assistant,
+    Gemma4AssistantDrafter,
+    MTPHeadDrafter,
+    NGramDrafter,
+)
 from mlx_mtp.sampling import SamplingParams
 from mlx_mtp.speculative import SpeculativeDecoder, UnusableLogits, speculative_step
 from mlx_mtp.state import UnsupportedCache
@@ -226,6 +236,23 @@ def test_the_host_waits_once_a_round(scripted, truth, syncs):
     assert syncs == ["tolist"] * (steps.telemetry.rounds - rounds)
     assert len(syncs) > 60
     assert steps.telemetry.target_calls - target_calls == len(syncs)
+
+
+@pytest.mark.parametrize("params", [None, SamplingParams(1.0, top_p=0.9)])
+def test_the_host_waits_once_a_round_with_an_assistant(params, syncs):
+    target = as_target(tiny_family("gemma4_text"))
+    assistant = Gemma4Assistant(AssistantConfig.from_dict(assistant_config()))
+    mx.eval(assistant.parameters())
+    decoder = SpeculativeDecoder(target, Gemma4AssistantDrafter(assistant, target), 3)
+    prompt = random_prompt(9, 96, 11)
+    steps = decoder.stream(prompt, max_tokens=-1, params=params, seed=1)
+    for _ in range(10):
+        next(steps)
+    rounds = steps.telemetry.rounds
+    syncs.clear()
+    for _ in range(40):  # across the window
+        next(steps)
+    assert syncs == ["tolist"] * (steps.telemetry.rounds - rounds) != []
 
 
 class Anything:
