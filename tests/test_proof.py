@@ -157,9 +157,12 @@ def test_a_planted_fault_is_found_on_the_demo(demo_parts, fault, found_by, monke
     assert failed(report) - {"biased control"}, lines(report)
 
 
-def test_too_few_streams_are_a_failure_of_the_control(parts):
+def test_too_few_streams_are_no_power_and_no_difference(parts):
     report = verify(subject(*parts), Size(tokens=4, streams=8, batch=8))
     assert failed(report) == {"biased control"}
+    assert not (report.ok or report.differs or report.power)
+    assert not any("DIFFERS" in line or "FAIL" in line for line in lines(report))
+    assert lines(report)[-1].startswith("NO POWER")
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 7, 60, 400])
@@ -225,15 +228,25 @@ def test_the_stated_power_is_the_measured_one():
 
 
 def test_the_command_reports_and_its_exit_code_tells(capsys, tmp_path, monkeypatch):
-    results = [Result("a", True, "equal", {"t": 0.5}, 0.1), Result("b", False, "not")]
-    for ok in (True, False):
-        report = Report(results[: 2 - ok], {"a: t": 0.5})
+    right, wrong = Result("a", True, "equal", {"t": 0.5}, 0.1), Result("b", False, "")
+    weak = Result("c", False, "not found", control=True)
+    for code, results in (
+        (0, [right]),
+        (1, [right, wrong]),
+        (3, [right, weak]),
+        (1, [right, wrong, weak]),
+    ):
+        report = Report(results, {"a: t": 0.5})
         monkeypatch.setattr("mlx_mtp.cli.verify.verify", lambda *_, r=report: r)
-        path = tmp_path / f"{ok}.json"
-        assert main(["verify", "--json", str(path)]) == 1 - ok
-        assert json.loads(path.read_text())["ok"] is ok
+        path = tmp_path / "report.json"
+        assert main(["verify", "--json", str(path)]) == code
+        found = json.loads(path.read_text())
+        assert found["ok"] is (code == 0)
+        assert (found["differs"], found["power"]) == (code == 1, weak not in results)
         out = capsys.readouterr().out
-        assert ("FAIL b" in out) is not ok and "smallest p 0.5" in out
+        assert ("FAIL b" in out) is (wrong in results) and "smallest p 0.5" in out
+        assert ("DIFFERS" in out) is (code == 1)
+        assert ("NO POWER" in out) is (weak in results) is ("WEAK c" in out)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Prove that speculation changes nothing, on this model and machine.
 
 Greedy tokens are compared with mlx_lm's, sampled ones with plain decoding and with
-exact probabilities, and a biased round must be caught. Exit code 1 if anything fails.
+exact probabilities, and a biased round must be caught. Exit code 1 if anything differs,
+3 if nothing differs but the biased round was not caught: then nothing is proved.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ PROMPTS = (
     "Why is the sky blue?",
 )
 TEXT = "What is "
+NO_POWER = 3  # the exit code
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,22 +67,28 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         with open(args.json, "w") as file:
             json.dump(report.to_dict(), file, indent=1)
-    return 0 if report.ok else 1
+    return 1 if report.differs else 0 if report.power else NO_POWER
 
 
 def lines(report: Report) -> list[str]:
     """The report for a person."""
     out = []
     for result in report.results:
-        line = f"{'ok  ' if result.ok else 'FAIL'} {result.name}: {result.line}"
+        mark = "ok  " if result.ok else "WEAK" if result.control else "FAIL"
+        line = f"{mark} {result.name}: {result.line}"
         if result.p_values:
             line += f"; smallest p {min(result.p_values.values()):.2g}"
         if result.tv is not None:
             line += f"; would find a shift of {result.tv:.1%}"
         out.append(line)
     out.append(
-        f"{'Nothing differs' if report.ok else 'SOMETHING DIFFERS'}: "
+        f"{'SOMETHING DIFFERS' if report.differs else 'Nothing differs'}: "
         f"{len(report.adjusted)} tests, Holm-corrected at {ALPHA:g}. A shift is a "
         "distance in total variation that is found 99 times of 100."
     )
+    if not report.power:
+        out.append(
+            "NO POWER: a round that is wrong on purpose was not found, so these tests "
+            "prove nothing. Take more --streams."
+        )
     return out

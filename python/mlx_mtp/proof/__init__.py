@@ -46,13 +46,24 @@ class Report:
     adjusted: dict[str, float]
 
     @property
+    def differs(self) -> bool:
+        return not all(result.ok for result in self.results if not result.control)
+
+    @property
+    def power(self) -> bool:
+        """Whether a planted fault was found; if not, nothing is proved."""
+        return all(result.ok for result in self.results if result.control)
+
+    @property
     def ok(self) -> bool:
-        return all(result.ok for result in self.results)
+        return self.power and not self.differs
 
     def to_dict(self) -> dict:
         """Plain values for JSON."""
         return {
             "ok": self.ok,
+            "differs": self.differs,
+            "power": self.power,
             "alpha": ALPHA,
             "results": [asdict(result) for result in self.results],
             "adjusted": self.adjusted,

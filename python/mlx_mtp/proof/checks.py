@@ -73,7 +73,8 @@ class Result:
     """One check: ``p_values`` by test, all of which are corrected together.
 
     ``tv`` is the distance in total variation that the weakest of its tests would have
-    found 99 times of 100, when there is one.
+    found 99 times of 100, when there is one. A ``control`` is a planted fault, ``ok``
+    when it is found: it says whether the others mean something.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Result:
     p_values: dict[str, float] = field(default_factory=dict)
     tv: float | None = None
     details: dict = field(default_factory=dict)
+    control: bool = False
 
 
 def tolerance(dtype: mx.Dtype, largest: float) -> float:
@@ -294,7 +296,7 @@ def control(subject: Subject, size: Size, track: Track) -> list[Result]:
         else f"coins half as large are not found (p = {p:.2g}): too few streams, "
         "or drafts that are hardly ever rejected"
     )
-    return [Result("biased control", caught, line, details={"p": p})]
+    return [Result("biased control", caught, line, details={"p": p}, control=True)]
 
 
 class _Biased(Round):
