@@ -113,6 +113,25 @@ def test_info_recommends_less_for_a_smaller_budget(capsys):
     assert "resident_models" in capsys.readouterr().out
 
 
+def test_the_help_says_how_deep(capsys):
+    for command in ("generate", "chat", "verify", "tune", "bench"):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        assert "1 to 32" in " ".join(capsys.readouterr().out.split()), command
+
+
+@pytest.mark.parametrize("options", [["--system-prompt", "y"], ["--thinking", "on"]])
+def test_what_a_missing_chat_template_cannot_take_is_refused(
+    options, demo, monkeypatch, capsys
+):
+    model, tokenizer = demo
+    monkeypatch.setattr("mlx_mtp.cli.generate.load", lambda _: (model, tokenizer))
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", None)
+    assert main(["generate", "-p", "x", "-m", "2", *options]) == 2
+    assert "chat template" in capsys.readouterr().err
+    assert main(["generate", "-p", "x", "-m", "2"]) == 0
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -130,6 +149,8 @@ def test_info_recommends_less_for_a_smaller_budget(capsys):
         (["generate", "-p", "x", "--min-p", "7"], "min_p"),
         (["generate", "-p", "x", "--max-tokens", "0"], "max_tokens"),
         (["generate", "-p", ""], "prompt"),
+        (["generate", "-p", "x", "--raw", "--thinking", "off"], "--raw does not go"),
+        (["generate", "-p", "x", "--raw", "--system-prompt", "y"], "--raw does not go"),
         (["generate", "-p", "x", "--drafter", "no/such-model"], "no/such-model"),
         (["generate", "-p", "x", "--draft-vocabulary", "0"], "must be positive"),
         (

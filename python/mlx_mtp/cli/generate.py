@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options.check(args)
+    if args.raw and (args.system_prompt or args.thinking != "auto"):
+        raise ValueError("--raw does not go with --system-prompt and --thinking.")
     sampler = options.sampler(args)
     model, tokenizer = load(args.model)
     mtp = options.mtp(args, model, tokenizer)
@@ -59,7 +61,14 @@ def _prompt(args, model, tokenizer):
     if not prompt:
         raise ValueError("--prompt must not be empty.")
     options.check_text(prompt)
-    if args.raw or tokenizer.chat_template is None:
+    if args.raw:
+        return prompt
+    if tokenizer.chat_template is None:
+        if args.system_prompt or args.thinking == "on":
+            raise ValueError(
+                "--system-prompt and --thinking on need a chat template, and this "
+                "model has none."
+            )
         return prompt
     messages = [{"role": "user", "content": prompt}]
     if args.system_prompt:
