@@ -142,6 +142,95 @@ def test_calls_that_do_not_fit_are_not_accepted(protocol, call, vocabulary, toke
     assert not accepts(grammar, tokens_of, vocabulary.encode(text))
 
 
+def tagged(schema):
+    """A tool whose one argument has this schema."""
+    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+    return [{"name": "f", "parameters": parameters}]
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "others"),
+    [
+        ({"type": "string", "const": "k"}, {"k": "k"}, ["", "kk", '"k"']),
+        ({"type": "string", "pattern": "^[0-9/]{3}$"}, {"1/3": "1/3"}, ["12", "1234"]),
+        ({"type": "string", "pattern": "b+"}, {"abbc": "abbc"}, ["ac"]),
+        (
+            {"type": "string", "minLength": 2, "maxLength": 3},
+            {"12": "12", "é🙂\n": "é🙂\n"},
+            ["a", "abcd"],
+        ),
+        (
+            {"type": "string", "format": "date"},
+            {"2024-12-31": "2024-12-31"},
+            ["2024-02-31"],
+        ),
+        ({"enum": ["ab", "c", 3, None]}, {"ab": "ab", "3": 3, "null": None}, ['"ab"']),
+        ({"type": ["string", "null"]}, {"ab": "ab", "null": None}, []),
+        (
+            {"type": ["string", "null"], "pattern": "^a$"},
+            {"a": "a", "null": None},
+            ["b"],
+        ),
+        (
+            {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "null"}]},
+            {"12": "12", "null": None},
+            ["123"],
+        ),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"1": 1}, ["a", '"a"']),
+        ({}, {"ab": "ab", "[1]": [1]}, []),
+        (
+            {"type": "string"},
+            {"a\n</b>\n": "a\n</b>\n"},
+            ["a</parameter>b", "</function>"],
+        ),
+    ],
+)
+def test_arguments_in_tags_fit_their_schema(
+    schema, fits, others, vocabulary, tokens_of
+):
+    tools = tagged(schema)
+    grammar = call_grammar("qwen_xml", tools, vocabulary)
+    config = ReasoningConfig("", "", tools="qwen_xml")
+    for text, value in fits.items():
+        call = written("qwen_xml", ("f", {"x": text}))
+        assert accepts(grammar, tokens_of, vocabulary.encode(call)), text
+        (parsed,) = split(grammar.opener + call, config, tools=tools).tool_calls
+        assert parsed.arguments == {"x": value}
+    for text in others:
+        call = written("qwen_xml", ("f", {"x": text}))
+        assert not accepts(grammar, tokens_of, vocabulary.encode(call)), text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": ["12"]},
+        {"type": "string", "enum": [1]},
+        {"type": "string", "enum": []},
+        {"const": "a</parameter>b"},
+        {"type": "string", "format": "color"},
+        {"$ref": "#/$defs/a"},
+        {"type": "string", "not": {"const": "a"}},
+        {"anyOf": [{"enum": ["a"]}, {"type": "integer"}]},
+        False,
+    ],
+)
+def test_schemas_that_tags_cannot_keep_are_refused(schema, vocabulary):
+    with pytest.raises(GrammarError, match="Parameter 'x' of 'f'"):
+        call_grammar("qwen_xml", tagged(schema), vocabulary)
+
+
+def test_tags_that_would_not_be_read_back_are_refused(vocabulary):
+    for change in (
+        {"name": "a>b"},
+        {"parameters": {"properties": {"a b>": {}}}},
+        {"parameters": {"required": ["y"]}},
+        {"parameters": {"anyOf": [{"required": ["x"]}]}},
+    ):
+        with pytest.raises(GrammarError, match="tag"):
+            call_grammar("qwen_xml", [{**tagged({})[0], **change}], vocabulary)
+
+
 def test_one_tool_can_be_named(vocabulary, tokens_of):
     grammar = call_grammar("hermes", TOOLS, vocabulary, "now")
     now, convert = (

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -177,12 +178,14 @@ def call_grammar(
     Raises:
         UnsupportedToolProtocol: No grammar is known for the protocol.
         ReasoningError: A declaration has no name, or its parameters are no object.
+        GrammarError: Arguments are written as tags that cannot keep a schema.
         ValueError: No tool has this name.
     """
     row = FORMATS.get(protocol)
     if row is None:
         raise UnsupportedToolProtocol(protocol)
-    functions = Types(tools).declared
+    types = Types(tools)
+    functions = types.declared
     if name is not None:
         if name not in functions:
             known = ", ".join(functions) or "none"
@@ -194,16 +197,17 @@ def call_grammar(
     def text(literal: str) -> str:
         return _literal(literal, vocabulary)
 
-    rules = []
+    rules, tags = [], _Tags(text, types)
     for i, (function, parameters) in enumerate(functions.items()):
         schema = _arguments_schema(parameters)
-        arguments = _tags(schema, text) if row.tags else _json(schema)
+        arguments = tags.arguments(function, schema) if row.tags else _json(schema)
         head = text(row.name + function + row.arguments)
         rules.append(f"call{i}: {head} {arguments} {text(row.end)}")
     calls = " | ".join(f"call{i}" for i in range(len(rules)))
     more = "" if row.joiner is None else f"({text(row.joiner)} call)*"
     start = f"start: call {more} {text(row.closer)}"
-    lark = "\n".join([start, f"call: {calls}", *rules, *([_TEXT] if row.tags else [])])
+    used = tags.rules if row.tags else []
+    lark = "\n".join([start, f"call: {calls}", *rules, *used])
     return Grammar(lark, row.lead, row.opener)
 
 
@@ -413,25 +417,141 @@ def _arguments_schema(parameters: Schema) -> Schema:
     return schema
 
 
-# The text of a parameter, up to and with its closing tag.
-_TEXT = r"text[lazy]: /(?s:.*)\n<\/parameter>\n/"
+# Texts of parameters run up to and with their closing tag; no such tag is part of them.
+_CLOSER = json.dumps("\n</parameter>\n")
+_TEXT = rf"""text[lazy]: (ANY & ~TAGS) {_CLOSER}
+ANY: /(?s:.*)/
+TAGS: /(?s:.*)<\/(parameter|function|tool_call)>(?s:.*)/"""
+_NULL = json.dumps("null\n</parameter>\n")
+
+# Keywords that say more than is looked at here.
+_NESTED = {"$ref", "allOf", "anyOf", "oneOf", "not", "if"}
+_WHOLE = _NESTED | {
+    "dependentRequired",
+    "dependentSchemas",
+    "maxProperties",
+    "minProperties",
+    "patternProperties",
+    "propertyNames",
+}
+_FORMATS = {
+    # February has 28 days: which years have a 29th is beyond a pattern.
+    "date": "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])"
+    "|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))",
+    "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+}
 
 
-def _tags(schema: Schema, text) -> str:
-    """``<parameter=key>`` tags in the order of the schema."""
-    required = schema.get("required", ())
-    rules = []
-    for key, value in schema["properties"].items():
-        opener = text(f"<parameter={key}>\n")
-        optional = "" if key in required else "?"
-        rules.append(f"({opener} {_value(value, text)}){optional}")
-    return " ".join(rules)
+class _Tags:
+    """Arguments as ``<parameter=key>`` tags: strings as they are, all else as JSON.
+
+    ``rules`` are those that the arguments refer to.
+    """
+
+    def __init__(self, text, types: Types):
+        self._literal, self._types = text, types
+        self.rules = [_TEXT]
+
+    def arguments(self, function: str, schema: Schema) -> str:
+        """The tags of a call in the order of the schema.
+
+        Raises:
+            GrammarError: Not every text of such tags would fit the schema.
+        """
+        properties, required = schema["properties"], schema.get("required", ())
+        for name in (function, *properties):
+            if not name or ">" in name or name != name.strip():
+                raise GrammarError(f"{name!r} cannot be written as the name of a tag.")
+        missing = [f"properties.{key}" for key in required if key not in properties]
+        if unknown := sorted(_WHOLE & schema.keys()) + missing:
+            raise GrammarError(
+                f"The parameters of {function!r} are written as tags, for which "
+                f"{unknown[0]} is not supported or missing."
+            )
+        tags = []
+        for key, value in properties.items():
+            try:
+                body = self._value(value, partial(self._types.value, function, key))
+            except GrammarError as error:
+                place = f"Parameter {key!r} of {function!r} is written as a tag"
+                raise GrammarError(f"{place}, where {error}") from None
+            opener = self._literal(f"<parameter={key}>\n")
+            tags.append(f"({opener} {body}){'' if key in required else '?'}")
+        return " ".join(tags)
+
+    def _value(self, schema: Schema | bool, read) -> str:
+        """A value and its closing tag; ``read`` is what the parser makes of a text."""
+        if not isinstance(schema, Mapping):
+            schema = {} if schema else {"not": {}}
+        if "enum" in schema or "const" in schema:
+            return _choice(schema.get("enum", [schema.get("const")]), read)
+        kinds = _kinds(schema)
+        options = schema.get("anyOf") or schema.get("oneOf")
+        if options and not kinds:
+            return self._alternatives(schema, options, read)
+        if kinds and "string" not in kinds:
+            return f"{_json(schema)} {_CLOSER}"
+        if nested := sorted(_NESTED & schema.keys()):
+            raise GrammarError(f"{nested[0]} is not supported.")
+        text = self._text(schema)
+        return f"({text} | {_NULL})" if "null" in kinds else text
+
+    def _alternatives(self, schema: Schema, options: Sequence[Schema], read) -> str:
+        """Of ``anyOf`` or ``oneOf``. Where one is a text, all but null are read so."""
+        kinds = [_kinds(option) for option in options]
+        if all(k and "string" not in k for k in kinds):
+            return f"{_json(schema)} {_CLOSER}"
+        texts = [o for o, k in zip(options, kinds, strict=True) if k == {"string"}]
+        if not texts or ("oneOf" in schema and len(texts) > 1):
+            raise GrammarError("these alternatives are not supported.")
+        words = [self._value(option, read) for option in texts]
+        return f"({' | '.join(words + [_NULL] * ({'null'} in kinds))})"
+
+    def _text(self, schema: Schema) -> str:
+        """The name of a rule for a string with its closing tag."""
+        parts = []
+        if pattern := schema.get("pattern"):
+            parts.append(_unanchored(pattern))
+        if name := schema.get("format"):
+            if name not in _FORMATS:
+                raise GrammarError(f"the format {name!r} is not supported.")
+            parts.append(_FORMATS[name])
+        if {"minLength", "maxLength"} & schema.keys():
+            most = schema.get("maxLength", "")
+            parts.append(f"(?s:.{{{schema.get('minLength', 0)},{most}}})")
+        if not parts:
+            return "text"
+        rule = f"text{len(self.rules)}"
+        terminals = " & ".join(
+            f"/{part.replace('/', chr(92) + '/')}/" for part in parts
+        )
+        self.rules.append(f"{rule}[lazy]: ({terminals} & ~TAGS) {_CLOSER}")
+        return rule
 
 
-def _value(schema: Schema, text) -> str:
-    closer = text("\n</parameter>\n")
-    if schema.get("type") != "string":
-        return f"{_json(schema)} {closer}"
-    if "enum" in schema:
-        return f"({' | '.join(map(text, schema['enum']))}) {closer}"
-    return "text"
+def _kinds(schema: Schema | bool) -> set[str]:
+    """The types that a schema names."""
+    kind = schema.get("type", ()) if isinstance(schema, Mapping) else ()
+    return {kind} if isinstance(kind, str) else set(kind)
+
+
+def _choice(values: Sequence, read) -> str:
+    """One of some values with its closing tag."""
+    words = []
+    for value in values:
+        text = value if isinstance(value, str) else json.dumps(value)
+        tag = re.search("</(parameter|function|tool_call)>", text)
+        if tag or type(read(text)) is not type(value) or read(text) != value:
+            raise GrammarError(f"{value!r} would be read as another value.")
+        words.append(json.dumps(f"{text}\n</parameter>\n", ensure_ascii=False))
+    if not words:
+        raise GrammarError("an enum is empty.")
+    return f"({' | '.join(words)})"
+
+
+def _unanchored(pattern: str) -> str:
+    """A pattern that matches anywhere, as one that matches as a whole."""
+    start = "" if pattern.startswith("^") else "(?s:.*)"
+    end = "" if re.search(r"(?<!\\)(\\\\)*\$\Z", pattern) else "(?s:.*)"
+    body = pattern[not start :]
+    return f"{start}(?:{body[:-1] if not end else body}){end}"
