@@ -279,11 +279,11 @@ def test_every_sequence_has_its_exact_frequency(head, top_p, fault, monkeypatch)
     prompt = random_prompt(20, vocab, 1)
     state, context = open_rows(round_, prompt, params, rows=3000)
     if fault == "coins":
-        uniforms = mlx_mtp.round.uniforms
+        uniforms = mlx_mtp.round.round_uniforms
         monkeypatch.setattr(
             mlx_mtp.round,
-            "uniforms",
-            lambda keys, count: share_coins(uniforms(keys, count), depth),
+            "round_uniforms",
+            lambda keys, count: share_coins(uniforms(keys, count), count),
         )
     accepted, tokens = run(round_, state)
     assert {0, 1, 2} == set(accepted.ravel().tolist())
