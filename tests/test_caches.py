@@ -167,7 +167,7 @@ def test_a_window_is_not_quantised():
     with pytest.raises(ValueError, match="entry 0 is a RotatingKVCache"):
         decoder.stream([1, 2], kv_bits=8)
     for bad in ({"kv_group_size": 0}, {"quantized_kv_start": -1}):
-        with pytest.raises(ValueError, match="kv_group_size must be positive"):
+        with pytest.raises(ValueError, match="kv_group_size 32, 64 or 128"):
             decoder.stream([1, 2], kv_bits=8, **bad)
 
 

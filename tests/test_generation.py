@@ -1,5 +1,7 @@
 """The drop-in API against mlx_lm on the demo model, stock BLAS."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import mlx.core as mx
 import mlx_lm
 import numpy as np
@@ -285,3 +287,122 @@ def test_make_sampler_refuses_what_mlx_lms_does_not_know():
     for bad in ({"temp": 1e39}, {"temp": 1.0, "top_k": 2**40}):
         with pytest.raises(ValueError):
             make_sampler(**bad)
+
+
+def at_a_forced_token(demo, prompt, cache):
+    """A stream that rests in front of what it has to feed."""
+    stream = mlx_mtp.stream_generate(
+        *demo, prompt, mtp=3, prompt_cache=cache, thinking_budget=0, max_tokens=20
+    )
+    return stream, next(stream).token
+
+
+def test_a_cache_is_refused_wherever_its_stream_rests(demo, prompt):
+    model, _ = demo
+    whole = at_a_forced_token(demo, prompt, make_prompt_cache(model))
+    expected = [whole[1], *(r.token for r in whole[0])]
+    cache = make_prompt_cache(model)
+    stream, first = at_a_forced_token(demo, prompt, cache)
+    decoder = mlx_mtp.generation.find_decoder(model, 3, 3)
+    for other in (
+        lambda: tokens(demo, [1, 2, 3], mtp=3, prompt_cache=cache),
+        lambda: tokens(demo, [1, 2, 3], mtp=None, prompt_cache=cache),
+        lambda: decoder.feed([1, 2, 3], cache),
+        lambda: decoder.stream([1, 2, 3], caches=cache),
+    ):
+        with pytest.raises(ValueError, match="still open"):
+            other()
+    assert [first, *(r.token for r in stream)] == expected
+
+
+def test_of_two_streams_of_a_cache_the_second_to_begin_is_refused(demo, prompt):
+    decoder = mlx_mtp.generation.find_decoder(demo[0], 3, 3)
+    cache = make_prompt_cache(demo[0])
+    one, two = (decoder.stream(prompt, caches=cache) for _ in range(2))
+    next(one)
+    with pytest.raises(ValueError, match="still open"):
+        next(two)
+    one.close()
+    assert cache[3].offset == len(prompt) + 1
+    next(decoder.stream(prompt, caches=cache))
+
+
+@pytest.mark.parametrize("mtp", [3, None])
+def test_caches_are_whole_at_the_response_that_meets_a_stop(demo, prompt, mtp):
+    cache, emitted = make_prompt_cache(demo[0]), 0
+    stream = mlx_mtp.stream_generate(
+        *demo, prompt, mtp=mtp, prompt_cache=cache, stop="8"
+    )
+    for response in stream:
+        emitted += 1
+        if response.finish_reason:
+            break
+    assert response.finish_reason == "stop"
+    # mlx_lm's loop is one token ahead of the one that it has given.
+    assert cache[3].offset - len(prompt) in (
+        (emitted,) if mtp else (emitted - 1, emitted)
+    )
+    assert tokens(demo, prompt, prompt_cache=cache, mtp=mtp, max_tokens=2)
+
+
+@pytest.mark.parametrize("taken", [1, 3, 6])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"num_draft_tokens": "adaptive"},
+        {"num_draft_tokens": 2},
+        {"num_draft_tokens": 2, "thinking_budget": 4},
+        {"mtp": NGramDrafter(), "num_draft_tokens": 2, "seed": 3},
+    ],
+    ids=str,
+)
+def test_a_stream_goes_on_in_another_thread(demo, prompt, kwargs, taken):
+    expected = tokens(demo, prompt, max_tokens=20, **kwargs)
+    cache = make_prompt_cache(demo[0])
+    stream = mlx_mtp.stream_generate(
+        *demo, prompt, max_tokens=20, prompt_cache=cache, **kwargs
+    )
+    got = [next(stream).token for _ in range(taken)]
+    with ThreadPoolExecutor(1) as pool:
+        got += pool.submit(lambda: [r.token for r in stream]).result()
+    assert got == expected
+    again = {"max_tokens": 4, "mtp": None}
+    follow = tokens(demo, [11], prompt_cache=cache, **again)
+    assert follow == tokens(demo, [*prompt, *got, 11], **again)
+
+
+def test_the_first_token_does_not_wait_for_a_round(demo, prompt):
+    stream = mlx_mtp.stream_generate(*demo, prompt, mtp=4, max_tokens=8)
+    assert next(stream).mtp.target_calls == 0
+    assert next(stream).mtp.target_calls > 0
+    assert len(list(stream)) == 6
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"mtp": "auto", "num_draft_tokens": 2.0}, "depth must be in"),
+        ({"mtp": "auto", "num_draft_tokens": float("nan")}, "depth must be in"),
+        ({"kv_bits": 7}, "kv_bits must be 2, 3, 4, 5, 6 or 8"),
+        ({"kv_bits": 8, "kv_group_size": 7}, "kv_group_size 32, 64 or 128"),
+        ({"prompt_cache": []}, "has 0 entries but the model has 8"),
+        ({"max_tokens": -5, "mtp": None}, "max_tokens must be a positive"),
+        ({"max_tokens": 2.5, "mtp": None}, "max_tokens must be a positive"),
+        ({"sampler": lambda x: mx.array([4096])}, "returned token 4096, outside of"),
+    ],
+    ids=str,
+)
+def test_refuses_what_would_fail_later(demo, prompt, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        tokens(demo, prompt, **{"mtp": 3, **kwargs})
+
+
+def test_a_head_that_comes_later_is_found(demo, prompt):
+    model, tokenizer = mlx_mtp.load("demo")
+    head, model.mtp_head = model.mtp_head, None
+    tokens((model, tokenizer), prompt, mtp=NGramDrafter(), max_tokens=2)
+    model.mtp_head = head
+    last = list(mlx_mtp.stream_generate(model, tokenizer, prompt, mtp=2, max_tokens=8))[
+        -1
+    ]
+    assert last.mtp.accepted

@@ -28,9 +28,15 @@ from .ops import sample, verify_coupled
 from .reasoning import ThinkingBudget
 from .sampling import SamplingParams, check_seed, stream_key
 from .shaping import Controller
-from .speculative import SpeculativeDecoder, SpeculativeIterator
+from .speculative import (
+    SpeculativeDecoder,
+    SpeculativeIterator,
+    check_depth,
+    check_limits,
+)
 from .state import UnsupportedCache, cached_tokens
 from .stops import StopStrings
+from .stream import refuse_taken
 from .targets import as_target
 from .telemetry import Telemetry
 from .thinking import (
@@ -251,8 +257,7 @@ def stream_generate(
         ImportError: llguidance is missing.
         MemoryBudgetExceeded: The policy forbids to go on.
     """
-    if max_tokens == 0:
-        raise ValueError("max_tokens must not be 0 (-1 is no limit).")
+    check_limits(max_tokens, kwargs.get("prefill_step_size", 2048))
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     prompt = _encode(tokenizer, prompt)
@@ -338,11 +343,12 @@ class _Decoders:
 
     def __init__(self, model):
         self.target = as_target(model)
-        head = getattr(model, "mtp_head", None)
+        self.of = head = getattr(model, "mtp_head", None)
         self.head = head and MTPHeadDrafter(head.head, self.target)
         self.made: dict[tuple, SpeculativeDecoder] = {}
 
     def get(self, drafter: Drafter, depth: Depth) -> SpeculativeDecoder:
+        check_depth(depth, drafter)
         if (drafter, depth) not in self.made:
             known = [made for (d, _), made in self.made.items() if d == drafter]
             self.made[drafter, depth] = (
@@ -373,9 +379,9 @@ def find_decoder(model, mtp: MTP, depth: Depth) -> SpeculativeDecoder | None:
         )
     if mtp == "auto" and getattr(model, "mtp_head", None) is None:
         return None
-    if not hasattr(model, "mtp_decoders"):
-        model.mtp_decoders = _Decoders(model)
-    decoders = model.mtp_decoders
+    decoders = getattr(model, "mtp_decoders", None)
+    if decoders is None or decoders.of is not getattr(model, "mtp_head", None):
+        decoders = model.mtp_decoders = _Decoders(model)
     if mtp == "auto":
         return decoders.get(decoders.head, depth)
     if not depth_given:
@@ -525,6 +531,7 @@ def _until(responses: Iterator[Response], stops: StopStrings) -> Iterator[Respon
             response.text, met = stops.push(response.text)
             if met:
                 response.finish_reason = "stop"
+                responses.close()  # the caches are whole at the last response
             elif response.finish_reason:
                 response.text += stops.finish()
             yield response
@@ -579,6 +586,7 @@ def _detokenize(request: _Request, steps: SpeculativeIterator) -> Iterator[Respo
 
 def _plain(request: _Request, telemetry: Telemetry | None) -> Iterator[Response]:
     """``mlx_lm``'s own stream, as our responses."""
+    refuse_taken(request.options.get("prompt_cache") or ())
     options = {
         "draft_model": request.draft_model,
         "stream": request.stream,

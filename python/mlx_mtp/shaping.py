@@ -185,12 +185,21 @@ class RowShaper:
         """
         args = history, logits, drafts, coins, free
         if self.steering is None:
-            return self._decide(*args)
+            return self._checked(self._decide(*args), logits.shape[-1])
         mark, self.steering.ahead = self.steering.checkpoint(), False
         try:
-            return self._decide(*args)
+            return self._checked(self._decide(*args), logits.shape[-1])
         finally:
             self.steering.restore(mark)
+
+    @staticmethod
+    def _checked(decision: Decision, vocab_size: int) -> Decision:
+        if decision.tokens and max(decision.tokens) >= vocab_size:
+            raise ValueError(
+                f"The sampler returned token {max(decision.tokens)}, outside of the "
+                f"vocabulary of {vocab_size}."
+            )
+        return decision
 
     def _decide(self, history, logits, drafts, coins, free) -> Decision:
         depth = 0 if drafts is None else drafts.tokens.shape[1]

@@ -150,7 +150,7 @@ class SpeculativeDecoder:
             UnusableLogits: While iterating, the model gave unusable logits.
             MemoryBudgetExceeded: While iterating, ``memory`` forbids to go on.
         """
-        _check_limits(max_tokens, prefill_step_size)
+        check_limits(max_tokens, prefill_step_size)
         params = params or SamplingParams()
         draft_params = draft_params or params
         greedy = params.greedy or sampler is not None
@@ -365,18 +365,14 @@ class SpeculativeIterator(Iterator[Step]):
 def check_depth(depth, drafter) -> None:
     if depth == "adaptive":
         return
-    if (
-        not isinstance(depth, (int, float))
-        or int(depth) != depth
-        or (not 1 <= depth <= drafter.max_depth)
-    ):
+    if not isinstance(depth, Integral) or not 1 <= depth <= drafter.max_depth:
         raise ValueError(
             f"depth must be in [1, {drafter.max_depth}] for the {drafter.name} "
             f"drafter, or 'adaptive', but is {depth!r}."
         )
 
 
-def _check_limits(max_tokens, prefill_step_size) -> None:
+def check_limits(max_tokens, prefill_step_size) -> None:
     if not isinstance(max_tokens, Integral) or max_tokens < -1 or max_tokens == 0:
         raise ValueError(
             "max_tokens must be a positive integer, or -1 for no limit, but is "
@@ -417,10 +413,16 @@ def _check_prompt(prompt, vocab_size: int) -> mx.array:
 def _check_quantisation(caches, bits, group_size, start) -> Quantisation | None:
     if bits is None:
         return None
-    if group_size < 1 or start < 0:
+    if bits not in (2, 3, 4, 5, 6, 8) or group_size not in (32, 64, 128) or start < 0:
         raise ValueError(
-            "kv_group_size must be positive and quantized_kv_start not negative but "
-            f"they are {group_size} and {start}."
+            "kv_bits must be 2, 3, 4, 5, 6 or 8, kv_group_size 32, 64 or 128, and "
+            f"quantized_kv_start not negative, but they are {bits}, {group_size} and "
+            f"{start}."
+        )
+    if not isinstance(caches, list):
+        raise TypeError(
+            "With kv_bits the prompt cache must be a list, whose entries are replaced, "
+            f"but it is a {type(caches).__name__}."
         )
     for i, cache in enumerate(caches):
         if type(cache).__name__ == "RotatingKVCache":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -122,12 +123,12 @@ class Quantisation:
     start: int
 
 
-# Caches that a running stream has taken apart.
+# Caches of streams that are not closed.
 _TAKEN: WeakSet[Any] = WeakSet()
 
 
 def refuse_taken(caches: Sequence[Any]) -> None:
-    """Raises ValueError if a running stream has any of ``caches``."""
+    """Raises ValueError if a stream that is not closed has any of ``caches``."""
     for i, cache in enumerate(caches):
         if cache in _TAKEN:
             raise ValueError(
@@ -211,6 +212,20 @@ class Stream:
 
     def run(self) -> Iterator[Step | None]:
         """Its steps; None between two chunks of the prompt."""
+        with self._owner():
+            yield from self._decode()
+
+    @contextmanager
+    def _owner(self) -> Iterator[None]:
+        """Keeps other streams off the caches."""
+        refuse_taken(self._caches)
+        _TAKEN.update(self._caches)
+        try:
+            yield
+        finally:
+            _TAKEN.difference_update(self._caches)
+
+    def _decode(self) -> Iterator[Step | None]:
         try:
             logits = yield from self._prefill()
             while True:
@@ -251,8 +266,10 @@ class Stream:
             if pending.counts is None and not self._host_decides:
                 pending = self._mask(pending)
             # The next round is built while this one runs, and submitted once this
-            # one is known not to be the last.
-            ahead = self._build(unread=True) if self._builds_ahead else None
+            # one is known not to be the last. The first token waits for neither.
+            first = not pending.fed
+            builds = self._builds_ahead and not first
+            ahead = self._build(unread=True) if builds else None
             try:
                 block = self._read(pending)
             except StepDown as error:
@@ -266,6 +283,9 @@ class Stream:
                 or self._length >= self._limit
                 or self._pace.depth != self._round.depth
             )
+            if first:
+                mx.eval(self._state)  # the caller may go on in another thread
+                yield from self._emit(block, tokens)
             if not last:
                 given = self._given
                 if given:
@@ -275,7 +295,8 @@ class Stream:
                 last = ahead is None or not self._submit(ahead)
                 pending = ahead
             del ahead
-            yield from self._emit(block, tokens)
+            if not first:
+                yield from self._emit(block, tokens)
             if last:
                 return self._row_behind(block, logits)
 
@@ -303,13 +324,6 @@ class Stream:
 
         Returns the logits behind the newest token, which is in the caches.
         """
-        _TAKEN.update(self._caches)
-        try:
-            return (yield from self._plain_steps(logits))
-        finally:
-            _TAKEN.difference_update(self._caches)
-
-    def _plain_steps(self, logits: mx.array) -> Generator[Step, None, mx.array]:
         self._masked = self._masks
         token, row = self._draw(logits)
         while True:
@@ -320,7 +334,7 @@ class Stream:
                 logits = self._forward(token)
                 in_step = self._masked or self._host_decides
                 ahead = None if in_step else self._draw(logits)
-                mx.async_eval(logits if ahead is None else ahead[0])
+                self._start(logits if ahead is None else ahead[0])
                 with self.telemetry.phase("wait"):
                     value = token.item()
                 if value < 0:
@@ -343,6 +357,14 @@ class Stream:
                 mx.clear_cache()
             self._quantise()
             token, row = ahead or self._draw(logits)
+
+    def _start(self, result: mx.array) -> None:
+        """Starts a plain step, with all that the next one needs.
+
+        What is left lazy belongs to this thread, and the caller may go on in another.
+        """
+        caches = [a.arrays(c) for a, c in self._parts]
+        mx.async_eval(result, self._loose[-1], self._keys, caches)
 
     def _count_plain(self) -> None:
         seconds = self._since_read()
@@ -467,11 +489,12 @@ class Stream:
 
     def feed(self) -> None:
         """Feeds the prompt and emits nothing."""
-        try:
-            for _ in self._prefill(apart=0):
-                pass
-        finally:
-            self._close()
+        with self._owner():
+            try:
+                for _ in self._prefill(apart=0):
+                    pass
+            finally:
+                self._close()
 
     def _prefill(self, apart: int = 1) -> Generator[None, None, mx.array | None]:
         """Feeds the prompt, its last token on its own; the logits of the last row.
@@ -672,6 +695,7 @@ class Stream:
         for i, cache in enumerate(self._caches):
             if hasattr(cache, "to_quantized"):
                 self._caches[i] = cache.to_quantized(how.group_size, how.bits)
+        _TAKEN.update(self._caches)
         self._round = self._find_round(self._round.depth, self._caches)
 
     def _feed_unfed(self) -> mx.array:
@@ -718,7 +742,6 @@ class Stream:
         pending = self._settle(_Pending(state, logits, proposal=proposal, fed=0))
         self._length, self._tokens, self._taken = turn.length, turn.tokens, []
         self._turn, self._block, self._state = None, None, pending.state
-        _TAKEN.update(self._caches)
         for adapter, cache in self._parts:
             adapter.clear(cache)
         pending.state = None
@@ -732,7 +755,6 @@ class Stream:
         block = self._block or _Block(self._length, 0, -1, [], None)
         state, behind = self._state, self._replayable
         steps = block.fed + block.cached
-        _TAKEN.difference_update(self._caches)
         for i, (adapter, cache) in enumerate(self._parts):
             leaves = newest(behind and behind[i], state["leaves"][i])
             adapter.release(

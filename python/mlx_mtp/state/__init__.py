@@ -72,9 +72,10 @@ def classify(
 
     Raises:
         UnsupportedCache: A cache is not of a class that its layer can take.
+        ValueError: There are too few caches or too many.
     """
     if len(caches) != len(expected):
-        raise UnsupportedCache(
+        raise ValueError(
             f"The prompt cache has {len(caches)} entries but the model has "
             f"{len(expected)} layers with state."
         )
