@@ -390,7 +390,6 @@ def test_the_first_token_does_not_wait_for_a_round(demo, prompt):
         ({"max_tokens": 2.5, "mtp": None}, "max_tokens must be a positive"),
         ({"sampler": lambda x: mx.array([4096])}, "returned token 4096, outside of"),
     ],
-    ids=str,
 )
 def test_refuses_what_would_fail_later(demo, prompt, kwargs, message):
     with pytest.raises(ValueError, match=message):
