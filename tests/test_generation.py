@@ -354,7 +354,7 @@ def test_caches_are_whole_at_the_response_that_meets_a_stop(demo, prompt, mtp):
         {"num_draft_tokens": 2, "thinking_budget": 4},
         {"mtp": NGramDrafter(), "num_draft_tokens": 2, "seed": 3},
     ],
-    ids=str,
+    ids=["adaptive", "fixed", "budget", "n-gram"],
 )
 def test_a_stream_goes_on_in_another_thread(demo, prompt, kwargs, taken):
     expected = tokens(demo, prompt, max_tokens=20, **kwargs)
