@@ -729,7 +729,6 @@ def filled(cache, layers=1):
     [
         (lambda: filled([KVCache(), BatchKVCache([0, 2])]), "entry 1 holds padded"),
         (lambda: [ArraysCache(2), ArraysCache(2)], "ArraysCache"),
-        (lambda: [], "has 0 entries but the model has 2 layers"),
     ],
 )
 def test_a_cache_that_cannot_be_rolled_back_is_refused_untouched(small, make, message):
@@ -739,6 +738,12 @@ def test_a_cache_that_cannot_be_rolled_back_is_refused_untouched(small, make, me
         small.stream([1, 2], caches=cache)
     for entry, attributes in zip(cache, before, strict=True):
         assert all(vars(entry)[name] is value for name, value in attributes)
+
+
+def test_too_few_caches_are_an_error_in_every_mode(small):
+    with pytest.raises(ValueError, match="has 0 entries but the model has 2") as found:
+        small.stream([1, 2], caches=[])
+    assert not isinstance(found.value, UnsupportedCache)
 
 
 def test_padded_recurrent_rows_are_refused(qwen_head):
