@@ -548,6 +548,9 @@ def test_streams_of_one_turn_draw_independently(demo):
     session = scripted(demo, "a\n</think>", JSON[8:] + "<|im_end|>")
     session.respond("x", tool_choice="required", seed=7)
     assert session._loop.seeds == [7, 8]
+    session = scripted(demo, "a\n</think>", JSON[8:] + "<|im_end|>")
+    session.respond("x", tool_choice="required", seed=2**64 - 1)
+    assert session._loop.seeds == [2**64 - 1, 0]
 
 
 def test_a_family_that_opens_its_thoughts_itself_gets_one_opened(demo):
@@ -669,6 +672,28 @@ def test_a_closed_iterator_keeps_what_came(demo):
         assert session.reply.finish_reason == "cancelled"
         assert session.messages[-1]["content"] == session.reply.text
     conversation(session, ("What is 12 * 3?", {}))
+
+
+def test_a_turn_has_ended_when_its_end_is_given_out(demo):
+    session = scripted(demo, "hm\n</think>\n\na<|im_end|>", "b</think>c<|im_end|>")
+    stream = session.stream("x")
+    for event in stream:
+        if isinstance(event, End):
+            break
+    assert session.respond("y").reasoning == "b"
+    assert next(stream, None) is None
+    assert [m["content"] for m in session.messages] == ["x", "a", "y", "c"]
+
+
+def test_a_turn_can_be_cancelled_before_its_first_event(demo):
+    session = make(demo)
+    for prompt in (QUESTION, "Hello!"):
+        session.cancel()  # ends nothing: no turn is there
+        stream = session.stream(prompt)
+        session.cancel()
+        assert [e.reason for e in stream if isinstance(e, End)] == ["cancelled"]
+        assert session.messages == [] and session.usage.completion_tokens == 0
+    assert session.respond(QUESTION, max_tokens=5).finish_reason == "length"
 
 
 def test_a_prompt_that_fails_halfway_leaves_no_trace(demo):

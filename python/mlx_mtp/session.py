@@ -242,6 +242,7 @@ class Session:
         if constraint is not None:
             self._plan_constraint(turn, constraint)
         self._planned = turn
+        self._cancelled.clear()
         return self._run(turn)
 
     def add_tool_result(self, call: Call | ToolCall, content: Any) -> None:
@@ -272,7 +273,7 @@ class Session:
         )
 
     def cancel(self) -> None:
-        """Ends the running turn within a block; from any thread."""
+        """Ends the turn that runs or is about to, within a block; from any thread."""
         self._cancelled.set()
 
     # Setup
@@ -405,21 +406,20 @@ class Session:
         if self._planned is not turn:
             raise RuntimeError("The conversation has gone on since this turn was made.")
         self._running = True
-        self._cancelled.clear()
         self.usage = turn.usage
         try:
             with wired_limit(self._model, [generation_stream]):
                 reason = yield from self._answer(turn)
+            events = self._record(turn, reason)
         except GeneratorExit:
             self._record(turn, "cancelled")
             raise
         except BaseException:
             self._forget()
             raise
-        else:
-            yield from self._record(turn, reason)
         finally:
             self._running = False
+        yield from events
 
     def _answer(self, turn: _Turn) -> Iterator[Event]:
         """Emits the events of a turn but for the last; returns its finish reason."""
@@ -607,7 +607,7 @@ class _Turn:
     def next_seed(self) -> int | None:
         """The seed of the next stream; streams of one turn draw independently."""
         seed = self.seed
-        self.seed = None if seed is None else seed + 1
+        self.seed = None if seed is None else (seed + 1) % 2**64
         return seed
 
     def write(self, tokens: list[int]) -> list[Event]:
