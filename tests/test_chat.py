@@ -35,8 +35,21 @@ def test_piped_lines_are_answered_as_plain_text():
     assert thought[-3:] == [
         "The conversation is empty.",
         "There is no thought to show.",
-        chat.HELP,
+        f"There is no command /x. {chat.HELP}",
     ]
+
+
+def test_piped_lines_of_any_kind_do_not_end_the_chat():
+    lines = [b"caf\xe9", b"/usr/bin is a folder", b"Hello!", b"/exit "]
+    done = subprocess.run(
+        [*COMMAND, "--max-tokens", "3"],
+        input=b"\n".join(lines),
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode().splitlines() == ["The input must be UTF-8.", "", ""]
+    assert done.stderr.decode().count("the answer was cut at the limit") == 2
 
 
 class Screen:

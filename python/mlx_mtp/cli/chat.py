@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
 import time
@@ -18,6 +19,7 @@ HELP = (
     "/think shows the last thought, /reset starts anew, /exit ends. Ctrl-C stops an "
     "answer."
 )
+ENDINGS = {"length": "cut at the limit", "cancelled": "stopped"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,10 +50,15 @@ def run(args: argparse.Namespace) -> int:
     }
     session.stream("", **asked)  # refuses bad options now; nothing is decoded
     for line in screen.lines():
-        if line == "/exit":
+        if line.strip() == "/exit":
             break
-        if line.startswith("/"):
-            _command(line, session, screen)
+        try:
+            options.check_text(line)
+        except ValueError as error:
+            screen.note(str(error))
+            continue
+        if re.fullmatch(r"/\w*", line.strip()):
+            _command(line.strip(), session, screen)
         elif line.strip():
             with _interrupt_cancels(session):
                 screen.turn(session, session.stream(line, **asked))
@@ -76,13 +83,15 @@ def _command(line: str, session: Session, screen) -> None:
         reply = session.reply
         screen.note((reply and reply.reasoning) or "There is no thought to show.")
     else:
-        screen.note(HELP)
+        screen.note(f"There is no command {line}. {HELP}")
 
 
 class Piped:
     """One line in, one answer out, as plain text."""
 
     def lines(self) -> Iterator[str]:
+        # Bytes that are no UTF-8 come as surrogates, not as an error in the loop.
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
         for line in sys.stdin:
             yield line.rstrip("\n")
 
@@ -94,6 +103,8 @@ class Piped:
             if isinstance(event, ResponseDelta):
                 print(event.text, end="", flush=True)
         print(flush=True)
+        if ending := ENDINGS.get(session.reply.finish_reason):
+            print(f"mlx-mtp: the answer was {ending}", file=sys.stderr, flush=True)
 
 
 class Terminal:
@@ -128,9 +139,9 @@ class Terminal:
         clock = Clock()
         show = self._stream if self.console.is_dumb_terminal else self._live
         show(session, events, clock)
-        reason = {"length": ", cut at the limit", "cancelled": ", stopped"}
-        status = clock.status(session.usage)
-        self.note(status + reason.get(session.reply.finish_reason, ""))
+        status = [clock.status(session.usage)]
+        status += filter(None, [ENDINGS.get(session.reply.finish_reason)])
+        self.note(", ".join(status))
 
     def _stream(self, session: Session, events: Iterator[Event], clock: Clock) -> None:
         """For terminals that cannot take a line back."""
