@@ -57,6 +57,26 @@ class Soak:
             steps = decoder.stream(prompt(i, 128), **options)
             self.kinds.append((prompt(i, 128), options, [s.token for s in steps]))
 
+    def run(self, scheduler, count: int, until: float) -> None:
+        """So many requests from several threads, or fewer when the time is over."""
+        errors = []
+
+        def client(*args):
+            try:
+                self.client(scheduler, *args)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [
+            threading.Thread(target=client, args=(7 * count + i, n, until))
+            for i, n in enumerate((count + i) // CLIENTS for i in range(CLIENTS))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors, errors
+
     def client(self, scheduler, seed: int, count: int, until: float) -> None:
         """Requests one after the other, some of them together."""
         rng = random.Random(seed)
@@ -93,50 +113,27 @@ class Soak:
 
 def soak(requests: int = 10**9, seconds: float = 10**9) -> tuple[Counter, int, int]:
     """How requests ended, and bytes that MLX's and the process's memory grew by from a
-    tenth of them on."""
+    fifth of them on."""
     qwen = as_target(tiny_qwen())
-    decoders = [
+    ended, arrays, process = Counter(), 0, 0
+    for decoder in (
         SpeculativeDecoder(as_target(tiny_llama()), NGramDrafter(), 3),
         SpeculativeDecoder(qwen, random_head(qwen), 3),
-    ]
-    soaks = [Soak(decoder) for decoder in decoders]
-    before = None
-    for share in (0.1, 0.9):
-        until = time.monotonic() + share * seconds
-        for i, some in enumerate(soaks):
-            end = until if i else time.monotonic() + share * seconds / 2
-            _run(some, round(share * requests / len(soaks)), end)
-        gc.collect()
-        mx.clear_cache()
-        now = mx.get_active_memory(), resident()
-        before = before or now
-    ended = sum((some.ended for some in soaks), Counter())
-    return ended, now[0] - before[0], now[1] - before[1]
-
-
-def _run(some: Soak, count: int, until: float) -> None:
-    errors = []
-
-    def client(*args):
-        try:
-            some.client(*args)
-        except BaseException as error:
-            errors.append(error)
-
-    with Scheduler(some.decoder, max_rows=8, max_waiting=8) as scheduler:
-        counts = [(count + i) // CLIENTS for i in range(CLIENTS)]
-        threads = [
-            threading.Thread(target=client, args=(scheduler, count * 7 + i, n, until))
-            for i, n in enumerate(counts)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        metrics = scheduler.metrics()
-    assert not errors, errors
-    assert metrics["waiting"] == metrics["running"] == 0
-    assert sum(metrics["ended"].values()) == sum(counts) or until < time.monotonic()
+    ):
+        some, held = Soak(decoder), []
+        with Scheduler(decoder, max_rows=8, max_waiting=8) as scheduler:
+            for share in (0.2, 0.8):
+                until = time.monotonic() + share * seconds / 2
+                some.run(scheduler, round(share * requests / 2), until)
+                gc.collect()
+                held.append((mx.get_active_memory(), resident()))
+            metrics = scheduler.metrics()
+        assert metrics["waiting"] == metrics["running"] == 0
+        assert Counter(metrics["ended"]) == some.ended
+        ended += some.ended
+        arrays += held[1][0] - held[0][0]
+        process += held[1][1] - held[0][1]
+    return ended, arrays, process
 
 
 def main():

@@ -1,7 +1,10 @@
 """Requests from many threads: none lost, none mixed up."""
 
+import subprocess
+import sys
 import threading
 from itertools import islice
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -230,6 +233,36 @@ def test_a_batch_that_cannot_be_made_is_told_at_once(decoder):
         Scheduler(decoder, max_rows=0)
     with pytest.raises(ValueError, match="max_waiting"):
         Scheduler(decoder, max_waiting=0)
+
+
+PROGRAM = """
+from mlx_mtp import NGramDrafter, Scheduler, SpeculativeDecoder, as_target
+from tiny import tiny_llama
+decoder = SpeculativeDecoder(as_target(tiny_llama()), NGramDrafter(), 2)
+with Scheduler(decoder) as scheduler:
+    print(len(list(scheduler.submit([1, 2, 3], max_tokens=20))))
+"""
+
+
+def test_a_program_with_a_scheduler_ends_well():
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent,
+        )
+        assert (done.returncode, done.stdout) == (0, "20\n"), done.stderr
+
+
+def test_close_gives_the_callers_caches_back(decoder, truth):
+    scheduler, caches = Scheduler(decoder), decoder.target.make_cache()
+    handle = scheduler.submit(prompt(1, 128), max_tokens=3000, caches=caches)
+    begin = list(islice(handle, 5))
+    scheduler.close()
+    tokens = begin + list(handle)
+    assert caches[0].offset == len(prompt(1, 128)) + len(tokens)
+    assert tokens[:30] == truth[1][: len(tokens)]
 
 
 def test_hundreds_of_requests_with_cancels_stops_and_faults():

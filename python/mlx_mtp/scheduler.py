@@ -6,9 +6,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
+
+import mlx.core as mx
 
 from .batch import BatchIterator, BatchOutput
 from .memory import Footprint, MemoryPolicy, rows_fit
@@ -286,12 +289,7 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            batch = self._make()
-            self._started.set()
-            while self._wait():
-                begin = time.perf_counter()
-                self._turn(batch)
-                self._busy += time.perf_counter() - begin
+            self._loop()
         except BaseException as error:
             self._failure = error
         finally:
@@ -300,6 +298,22 @@ class Scheduler:
                 self._end_all()
                 self._lock.notify_all()
             self._started.set()
+            # A compiled function that outlives the streams of its thread ends the
+            # program with an abort.
+            with suppress(Exception):
+                mx.synchronize()
+            mx.clear_streams()
+
+    def _loop(self) -> None:
+        batch = self._make()
+        self._started.set()
+        try:
+            while self._wait():
+                begin = time.perf_counter()
+                self._turn(batch)
+                self._busy += time.perf_counter() - begin
+        finally:
+            batch.close()
 
     def _wait(self) -> bool:
         """Waits for something to do; False when there never will be."""
