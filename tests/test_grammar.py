@@ -353,6 +353,25 @@ def test_schemas_that_cannot_be_met_are_refused(schema, tokens_of):
         GrammarMatcher(Grammar.json_schema(schema), tokens_of)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Grammar.regex("a(b"), "regex parse error: error: unclosed group"),
+        (lambda: Grammar.json_schema({"$ref": "#"}), "No text fits"),
+        (lambda: Grammar.json_schema({"enum": {1}}), "schema is no JSON: Object of"),
+        (lambda: Grammar.json_schema({"const": float("nan")}), "schema is no JSON"),
+        (lambda: Grammar.regex("a\ud800"), "pattern has no UTF-8 form"),
+        (lambda: Grammar('start: "\ud800"'), "source has no UTF-8 form"),
+        (lambda: Grammar('start: "a"', opener="\ud800"), "opener has no UTF-8 form"),
+    ],
+)
+def test_the_reason_is_in_the_error(make, message, tokens_of):
+    with pytest.raises(GrammarError, match=message):
+        GrammarMatcher(make(), tokens_of)
+    with pytest.raises(TypeError, match="pattern must be a str but is a int"):
+        Grammar.regex(5)
+
+
 def test_a_slow_tokenizer_is_refused():
     with pytest.raises(TypeError, match="fast tokenizer"):
         load_vocabulary(object())

@@ -139,12 +139,19 @@ class Grammar:
     opener: str = ""
     fast_forward: bool = True
 
+    def __post_init__(self):
+        for name in ("source", "lead", "opener"):
+            _check_text(name, getattr(self, name))
+
     @classmethod
     def json_schema(cls, schema: Schema | bool, **options) -> Grammar:
         """JSON of this schema, with the white space of ``json.dumps``.
 
         Properties are written in the order of the schema. ``options`` are the other
         arguments.
+
+        Raises:
+            GrammarError: The schema is no JSON itself.
         """
         return cls(f"start: {_json(schema)}", **options)
 
@@ -153,8 +160,10 @@ class Grammar:
         """Text that matches as a whole, in the syntax of Rust's ``regex``.
 
         Raises:
+            GrammarError: The pattern is no text that has an UTF-8 form.
             ImportError: llguidance is missing.
         """
+        _check_text("pattern", pattern)
         return cls(_llguidance().LLMatcher.grammar_from_regex(pattern), **options)
 
 
@@ -295,7 +304,7 @@ class GrammarMatcher:
         written: Tokens of the text in front of the grammar; they are forced.
 
     Raises:
-        GrammarError: The grammar is not supported.
+        GrammarError: The grammar is not supported, or no text fits it.
     """
 
     masks, biases = True, False
@@ -306,6 +315,7 @@ class GrammarMatcher:
         self._check()
         self._fast_forward = grammar.fast_forward
         self._bits = np.zeros(((vocabulary.vocab_size + 31) // 32,), np.uint32)
+        self._fill()  # a grammar that no text fits shows here
         self._ends = np.zeros_like(self._bits)
         for token in vocabulary.eos_tokens:
             _set(self._ends, token)
@@ -337,10 +347,7 @@ class GrammarMatcher:
             self._bits[:] = 0
             _set(self._bits, forced[0])
         elif self._fits and not self._matcher.is_stopped():
-            self._matcher.unsafe_compute_mask_ptr(
-                self._bits.ctypes.data, self._bits.nbytes
-            )
-            self._check()
+            self._fill()
         else:
             self._check()
             self._bits[:] = self._ends
@@ -369,10 +376,31 @@ class GrammarMatcher:
             self._matcher.rollback(self._taken - taken)
         self._read, self._taken, self._due = read, taken, due
 
+    def _fill(self) -> None:
+        """The grammar's own mask."""
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self._check()
+
     def _check(self) -> None:
-        if self._matcher.is_error():
-            reason = self._matcher.get_error().strip().partition("\n")[0]
-            raise GrammarError(f"The grammar is not supported: {reason}")
+        if not self._matcher.is_error():
+            return
+        # The rest quotes the grammar and the state of its parser.
+        first, *rest = self._matcher.get_error().strip().splitlines()
+        reason = " ".join(
+            [first, *(line for line in rest if line.startswith("error:"))]
+        )
+        if reason.startswith("NoExtension"):
+            raise GrammarError("No text fits the grammar, or none that ends.")
+        raise GrammarError(f"The grammar is not supported: {reason}")
+
+
+def _check_text(name: str, text: str) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a str but is a {type(text).__name__}.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise GrammarError(f"{name} has no UTF-8 form: {error}.") from error
 
 
 def _set(words: np.ndarray, token: int) -> None:
@@ -408,7 +436,10 @@ def _json(schema: Schema | bool) -> str:
             "key_separator": ": ",
         }
         schema = {**schema, "x-guidance": options}
-    return f"%json {json.dumps(schema)}"
+    try:
+        return f"%json {json.dumps(schema, allow_nan=False)}"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GrammarError(f"The schema is no JSON: {error}.") from error
 
 
 def _arguments_schema(parameters: Schema) -> Schema:
