@@ -36,11 +36,13 @@ def SamplerConfig(temperature, top_p, top_k):
 """,
     "generation": """
 import ctypes
+import time
 from types import SimpleNamespace
 ctypes.CDLL("/usr/lib/libSystem.B.dylib").mach_absolute_time()
 def generate_ar(runtime, prompt, *, max_tokens, stop_token_ids, token_callback, **_):
     assert runtime.model.dtype == "mlx.core.float32" and 4087 in stop_token_ids
     tokens = list(range(max_tokens))
+    time.sleep(0.05)  # ahead of the first token
     for token in tokens:
         token_callback(token)
     stats = SimpleNamespace(verify_calls=2, accepted_by_depth=[2, 1],
@@ -89,6 +91,7 @@ def test_the_command_measures_every_arm_and_writes_the_reports(tmp_path, mtplx):
     assert len(deep["acceptance"]) == 2 and 1 <= deep["tokens_a_round"] <= 3
     assert deep["first_token_s"] > 0 and deep["peak_gb"] > 0 and deep["tps"] > 0
     peer = rows[4]
+    assert 0.05 < peer["first_token_s"] and peer["tps"] < 8 / 0.05
     assert peer["acceptance"] == [1.0, 0.5] and peer["tokens_a_round"] == 2.5
     page = files[1].read_text()
     assert deep["rival"] == "mtplx 2" and "| mtplx 2: " in page
