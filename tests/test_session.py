@@ -341,9 +341,9 @@ def test_calls_can_be_parallel(demo):
         assert expressions == ["12+5", "7*8"]
         assert len({call.id for call in reply.tool_calls}) == 2
     for call in reply.tool_calls:
-        session.add_tool_result(call, {"value": 1})
+        session.add_tool_result(call, {"é": 1})
     contents = [m["content"] for m in session.messages[-2:]]
-    assert contents == ['{"value": 1}'] * 2
+    assert contents == ['{"é": 1}'] * 2
     with pytest.raises(ValueError, match="open calls of the last turn: none"):
         session.add_tool_result(reply.tool_calls[0], "1")
 
@@ -801,6 +801,8 @@ def test_the_family_can_be_given(demo):
         ({"tool_choice": "maybe"}, ValueError),
         ({"tool_choice": "required", "response_format": SUM}, ValueError),
         ({"tool_choice": {"name": "other"}}, ValueError),
+        ({"tool_choice": {}}, ValueError),
+        ({"tool_choice": {"function": "calculator"}}, ValueError),
         ({"response_format": {"type": "strin"}}, GrammarError),
         ({"thinking": "off"}, TypeError),
         ({"seed": "x"}, ValueError),
@@ -819,11 +821,16 @@ def test_other_refusals(demo, monkeypatch):
     for tools in ({"name": "f"}, [{"function": {}}], [TOOLS[0], TOOLS[0]]):
         with pytest.raises(ReasoningError, match="tool"):
             make(demo, tools=tools)
-    with pytest.raises(TypeError, match="sampler must be callable"):
-        make(demo, sampler="hot")
+    for mtp in MODES:
+        with pytest.raises(TypeError, match="sampler must be callable"):
+            make(demo, mtp, sampler="hot")
     session = make(demo, capabilities="reasoning")
     with pytest.raises(ValueError, match="nothing to answer"):
         session.respond()
+    session.messages = [{}]
+    with pytest.raises(ValueError, match=r"messages\[0\] must be a dict with a role"):
+        session.stream("Hi")
+    session.reset()
     with pytest.raises(TypeError, match="message must be a str"):
         session.stream(["Hi"])
     with pytest.raises(ValueError, match="the session has none"):

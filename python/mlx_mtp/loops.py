@@ -59,6 +59,7 @@ def find_loop(
     model, mtp: MTP, depth: Depth, sampler, memory: MemoryPolicy | None = None
 ) -> Loop:
     """The loop that ``mtp`` asks for, as ``stream_generate`` chooses it."""
+    drawing(sampler)  # refuses what is no sampler, for both loops
     decoder = None if mtp is None else find_decoder(model, mtp, depth)
     if decoder is not None and _adapters(decoder.target) is not None:
         return SpeculativeLoop(decoder, sampler, memory)

@@ -262,7 +262,7 @@ class Session:
             )
         self._planned = None
         if not isinstance(content, str):
-            content = json.dumps(content)
+            content = json.dumps(content, ensure_ascii=False)
         self.messages.append(
             {
                 "role": "tool",
@@ -322,6 +322,7 @@ class Session:
 
     def _render(self, messages, tools, kwargs) -> tuple[list[int], int]:
         """The prompt, and the length of what is in front of the model's turn."""
+        _check_messages(messages)
         if not messages or messages[-1]["role"] not in ("user", "tool"):
             raise ValueError("message must be given: there is nothing to answer.")
         prompts = []
@@ -345,10 +346,8 @@ class Session:
         self, tool_choice: ToolChoice, response_format
     ) -> tuple[list, Grammar | None]:
         """The tools that the model sees, and what it must write."""
-        name = None
-        if isinstance(tool_choice, Mapping):
-            function = tool_choice.get("function", tool_choice)
-            name, tool_choice = function.get("name"), "required"
+        if name := _tool_name(tool_choice):
+            tool_choice = "required"
         if tool_choice not in ("auto", "required", "none"):
             raise ValueError(
                 "tool_choice must be 'auto', 'required', 'none' or {'name': ...} but "
@@ -556,12 +555,13 @@ class Session:
 
     def _open_calls(self) -> list[str]:
         """Ids of the calls of the last turn that have no result."""
+        _check_messages(self.messages)
         answered = set()
         for message in reversed(self.messages):
             if message["role"] != "tool":
                 calls = message.get("tool_calls", ())
                 return [c["id"] for c in calls if c["id"] not in answered]
-            answered.add(message["tool_call_id"])
+            answered.add(message.get("tool_call_id"))
         return []
 
 
@@ -641,6 +641,21 @@ def _check_limit(max_tokens: int) -> int:
             f"max_tokens must be positive, or -1 for no limit, but is {max_tokens}."
         )
     return max_tokens
+
+
+def _check_messages(messages: Sequence) -> None:
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise ValueError(f"messages[{i}] must be a dict with a role.")
+
+
+def _tool_name(tool_choice: ToolChoice) -> str | None:
+    """The tool that a choice names, in its own form or that of other APIs."""
+    if isinstance(tool_choice, Mapping):
+        function = tool_choice.get("function", tool_choice)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        return name if isinstance(name, str) else None
+    return None
 
 
 def _wants_thought(config: ReasoningConfig, thinking: bool | None) -> bool:
