@@ -873,7 +873,7 @@ def test_the_examples_of_the_page_run(capsys):
     code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
     assert code.count("assert") == 4
     exec(compile(code, str(page), "exec"), {})
-    assert "Result: 125" in capsys.readouterr().out
+    assert "Result: 125\n\nThe sum is 125." in capsys.readouterr().out
 
 
 def test_events_are_those_of_the_reasoning_package(demo):
