@@ -207,7 +207,7 @@ def test_passes_the_tests_of_the_cpu_path(op, extension, library):
     """In a process where the fake device takes its place."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-p", "plugin", "-x"),
+            *(sys.executable, "-m", "pytest", "-p", "plugin", "-x", "-n", "0"),
             *("--fake-device", extension, "--emulator", library),
             # Few threads are fewer fibers to switch between.
             *("--max-threads", "64"),
