@@ -8,8 +8,7 @@ accuracy   arithmetic with random numbers, thinking on, off, and cut after 8 to 
 reserve    24 tokens of 64 kept for the answer while decoding: none may be cut off.
 forced     forwards of the target for a forced transition: one, whatever its length.
 calls      a required tool call for questions that need one and for others: the call
-           must be valid wherever the thought ends; and with a thinking budget, which
-           ends every thought, for all questions.
+           must be valid wherever the thought ends.
 
 Equality needs a BLAS that rounds a row the same in any block, so the wheel's is used.
 """
@@ -42,7 +41,6 @@ def main():
         bench.reserve(arithmetic(count)),
         bench.forced(),
         bench.calls(10 if args.quick else 200),
-        bench.calls(10 if args.quick else 200, budget=128),
     ]
     common.write(args.json, header, rows)
     failed = [row["name"] for row in rows if not row["ok"]]
@@ -161,7 +159,7 @@ class Bench:
         ok = calls[0] == calls[1] == 1
         return {"name": "forced", "tokens": sizes, "forwards": calls, "ok": ok}
 
-    def calls(self, count: int, budget: int | None = None) -> dict:
+    def calls(self, count: int) -> dict:
         """Half of the questions are for the calculator, half are not."""
         tool = prompts.CALCULATOR
         session = self.mtp.Session(
@@ -180,9 +178,7 @@ class Bench:
             session.reset()
             ends = [
                 event.cause
-                for event in session.stream(
-                    question, tool_choice="required", thinking_budget=budget
-                )
+                for event in session.stream(question, tool_choice="required")
                 if isinstance(event, ReasoningEnd)
             ]
             reply = session.reply
@@ -196,19 +192,17 @@ class Bench:
                     for call in reply.tool_calls
                 ]
         print(
-            f"calls          budget {budget}: {count} questions, {ended} thoughts "
-            f"ended, {called} called, {valid} valid; {matched} of {asked} with the "
-            "asked expression"
+            f"calls          {count} questions, {ended} thoughts ended, {called} "
+            f"called, {valid} valid; {matched} of {asked} with the asked expression"
         )
         return {
             "name": "calls",
             "questions": count,
-            "budget": budget,
             "thoughts_ended": ended,
             "called": called,
             "valid": valid,
             "asked_expression": [matched, asked],
-            "ok": (count if budget else ended) == called == valid,
+            "ok": ended == called == valid,
         }
 
     def _prompt(self, question: str, **template) -> list[int]:
