@@ -15,7 +15,7 @@ from collections import Counter
 
 import mlx.core as mx
 from batches import prompt
-from soak import MAX_GROWTH, resident
+from soak import resident
 from tiny import random_head, tiny_llama, tiny_qwen
 
 from mlx_mtp.drafters import NGramDrafter
@@ -24,6 +24,8 @@ from mlx_mtp.scheduler import Scheduler
 from mlx_mtp.speculative import SpeculativeDecoder
 from mlx_mtp.targets import as_target
 
+# Bytes of this process: a step of 8 MB comes with each new shape of a batch.
+MAX_GROWTH = 32 * 2**20
 TOKENS = 24
 CLIENTS = 3
 
