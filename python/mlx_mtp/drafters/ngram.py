@@ -41,6 +41,9 @@ class NGramDrafter:
     def __hash__(self):
         return hash(self._settings)
 
+    def __repr__(self):
+        return f"NGramDrafter(max_ngram={self.max_ngram}, min_ngram={self.min_ngram})"
+
     @property
     def _settings(self):
         return self.max_ngram, self.min_ngram
