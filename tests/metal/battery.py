@@ -47,13 +47,20 @@ def turns(machine, seed):
         for params in ({"temperature": 0}, {}, {"top_k": 9}, {"top_p": 0.9}):
             yield one.sample(x, u, **params)
             yield one.sample(x, u, allowed=words, **params)
+        yield one.verify_draft(x[:, None], np.zeros((4, 0)), uniforms=u)
     # What counts lies in the second turn of a lane, or in both.
     x = rng.normal(0, 1, (5, 17000)).astype(np.float32)
-    x[0, 9000], x[1, [300, 8500]], x[2, [300, 8500]] = 9, 9, [8, 9]
+    x[0, [0, 9000]], x[1, [300, 8500]], x[2, [300, 8500]] = [8, 9], 9, [8, 9]
     x[3, [300, 8500]], x[4, [300, 8500]] = [9, np.nan], [np.inf, 9]
     many = Host(machine, chunk=256, threads=64, seed=seed)
     for t in (0, 1):
         yield many.sample(x, np.full((5, 2), 0.5, np.float32), temperature=t)
+    rows, u = x[None, :2, :8500].copy(), np.zeros((1, 3), np.float32)
+    yield many.verify_draft(rows, np.full((1, 1), 5), uniforms=u)
+    # More rows than simdgroups, of which there can not be more.
+    most, u = Host(machine, threads=1024, seed=seed), np.zeros((1, 35), np.float32)
+    rows = np.zeros((1, 34, 8), np.float32)
+    yield most.verify_draft(rows, np.zeros((1, 33)), uniforms=u)
 
 
 def filters(machine, seed):
@@ -88,6 +95,21 @@ def filters(machine, seed):
         coins = np.array([[0.9 * (i % 2), 0.5, 0]] * 8, np.float32)
         rows = x[:, None].repeat(2, 1)
         yield emulated.verify_draft(rows, tokens, uniforms=coins, **params)
+    # One logit of nearly no weight, others just above the border of a bin.
+    x = np.full((3, 300), -30, np.float32)
+    x[:, 0], x[:, 299] = [0, 0, 2], [-18, -1 + 2**-21, 1 + 2**-21]
+    x[1, 1] = -1.5
+    u = np.ones((3, 2), np.float32)
+    few = {"top_k": 2}, {"top_p": 0.9}, {"top_k": 2, "top_p": 0.9}
+    for params in ({"min_p": 1e-9}, *few):
+        for order in cases.ORDERS:
+            yield emulated.sample(x, u, filter_order=order, **params)
+    # Little weight that is kept, and keys for one bin too many.
+    x = np.zeros((2, 3000), np.float32)
+    x[0, 9] = 0.3
+    x[1, :202] = [2 - 1 / 2400, 1 - 1 / 3200, *np.linspace(1, 1.1, 200)]
+    for k in (1, 100):
+        yield emulated.sample(x, u[:2], top_k=k)
 
 
 def coupled(machine, seed, dtypes=DTYPES):
@@ -109,6 +131,20 @@ def coupled(machine, seed, dtypes=DTYPES):
             yield got
             tokens = np.where(got[0][:, :2] >= 0, got[0][:, :2], tokens)
             case["draft_lengths"] = np.array([2, k])
+    # Fewer groups than a chunk has, and a greedy first id.
+    rows, tokens = np.zeros((1, 2, 300), np.float32), np.zeros((1, 1))
+    words = np.zeros((1, 2), np.uint32)
+    one = Host(machine, seed=seed)
+    for params in ({"top_k": 3}, {"temperature": 0}):
+        yield one.verify_coupled(rows, tokens, seed=words, position=[0], **params)
+    # Races that the low word of the noise decides, at both ends, and one without a
+    # winner but for the order of ids.
+    rows, none = np.full((3, 1, 256), -np.inf, np.float32), np.zeros((3, 0))
+    rows[0, 0, [0, 164]] = 15.4476, 0
+    rows[1, 0, [0, 141]] = -3.11307, 0
+    rows[2, 0, [130, 133]] = 0
+    words, position = np.zeros((3, 2), np.uint32), [8008, 50503, 273687]
+    yield one.verify_coupled(rows, none, seed=words, position=position)
     # More chunks than lanes, flat, masked and unusable rows, lengths out of range.
     emulated = Host(machine, chunk=256, threads=64, seed=seed)
     x = np.zeros((4, 2, 8700), np.float32)
@@ -163,7 +199,8 @@ def drafts(machine, seed):
     known = np.tile(np.array([np.log(256), -np.inf, 1], np.float32), (4, 1, 1))
     known[1:, 0, 2] = [0, np.nan, -1]
     inputs = x.astype(np.float32), np.full((4, 1), 7, np.int32), draft
-    for options in ({}, {"draft_stats": known}, {"top_p": 0.5, "draft_stats": known}):
+    others = {}, {"top_p": 0.5}, {"temperature": 0}
+    for options in ({}, *({"draft_stats": known, **x} for x in others)):
         for coin in (0, 0.999):
             u = np.full((4, 3), coin, np.float32)
             yield emulated.verify_draft(*inputs, uniforms=u, **options)
@@ -177,11 +214,20 @@ def drafts(machine, seed):
     for params in ({}, {"top_k": 3}, {"min_p": 1e-9}):
         tokens, u = np.zeros((4, 1), np.int32), np.eye(3, dtype=np.float32)[[0] * 4]
         yield emulated.verify_draft(inputs[0], tokens, uniforms=u * 0.999, **params)
+    # The first id as all that is left, and without mass in a greedy draft.
+    first = np.zeros((4, 1, 256), np.float32)
+    first[:, 0, 0] = -np.inf
+    u = np.array([[0.999, 0.5, 0]] * 4, np.float32)
+    yield emulated.verify_draft(*inputs[:2], first, uniforms=u)
+    yield emulated.verify_draft(
+        inputs[0], tokens, first, uniforms=u, draft_temperature=0
+    )
     known[:, 0, 2] = 1
     draft[1, 0, 9], draft[2, 0, 255] = np.nan, np.inf
     for coin in (0, 0.999, 1.5):
         u = np.array([[coin, 0.001, 0]] * 4, np.float32)
         yield emulated.verify_draft(*inputs, uniforms=u, draft_stats=known)
+        yield emulated.verify_draft(*inputs, uniforms=u)
 
 
 def borders(machine, seed):
@@ -216,7 +262,8 @@ def borders(machine, seed):
     # Between two groups of a row that is drawn from in parts.
     flat, none = np.zeros((2, 1, 512), np.float32), np.zeros((2, 0), np.int32)
     u = np.array([[0.5, 0], [0.25, 0]], np.float32)
-    yield emulated.verify_draft(flat, none, uniforms=u)
+    for params in ({}, {"min_p": 0.5}):
+        yield emulated.verify_draft(flat, none, uniforms=u, **params)
     yield Host(machine, 1024, 64, seed).verify_draft(flat, none, uniforms=u)
     # Logits of both zeros, far apart, and one value alone.
     x = np.array([[-0.0, 0.0, -1, 0], [3e38, -3e38, 5, 3e38], [-80, 2, -90, 1]])
