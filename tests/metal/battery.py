@@ -99,7 +99,7 @@ def filters(machine, seed):
     x = np.full((3, 300), -30, np.float32)
     x[:, 0], x[:, 299] = [0, 0, 2], [-18, -1 + 2**-21, 1 + 2**-21]
     x[1, 1] = -1.5
-    u = np.ones((3, 2), np.float32)
+    u = np.full((3, 2), 1 - 2**-24, np.float32)
     few = {"top_k": 2}, {"top_p": 0.9}, {"top_k": 2, "top_p": 0.9}
     for params in ({"min_p": 1e-9}, *few):
         for order in cases.ORDERS:
