@@ -90,7 +90,7 @@ def test_every_entry_is_classified_before_any_is_touched():
     keys = good.keys
     with pytest.raises(UnsupportedCache, match="entry 1 is a ArraysCache"):
         classify([good, bad], [KVAdapter(), KVAdapter()])
-    with pytest.raises(UnsupportedCache, match="has 1 entries"):
+    with pytest.raises(ValueError, match="has 1 entries"):
         classify([good], [KVAdapter(), KVAdapter()])
     assert good.keys is keys and good.offset == 3
 
