@@ -47,6 +47,26 @@ VerifyDraftParams verify_params(
   return params;
 }
 
+std::vector<mx::array> verify_scratch(
+    Encoder& encoder,
+    const VerifyDraftParams& params,
+    int rows,
+    int64_t sums,
+    int64_t last) {
+  int64_t partials = int64_t(rows) * params.chunks * sizeof(Partial);
+  if (!params.filtered) {
+    return scratch(encoder, {partials, 1, 1, sums, last});
+  }
+  int64_t BT = int64_t(params.batch) * (params.drafts + 1);
+  return scratch(
+      encoder,
+      {partials,
+       BT * params.groups * 4,
+       BT * int64_t(sizeof(Density)),
+       BT * FEW * 8,
+       last});
+}
+
 void shape_rows(
     Kernels<VerifyDraftParams>& kernels,
     const std::string& type,

@@ -15,6 +15,15 @@ VerifyDraftParams verify_params(
     bool filtered,
     const VerifyDraft::Optional& has);
 
+// Buffers 12 to 16: what shape_rows() leaves, `sums` bytes if there are no
+// filters, and `last` bytes. Those that are not used have one byte.
+std::vector<mx::array> verify_scratch(
+    Encoder& encoder,
+    const VerifyDraftParams& params,
+    int rows,
+    int64_t sums,
+    int64_t last);
+
 // The dispatches in front of the decision: sums of the chunks, thresholds.
 void shape_rows(
     Kernels<VerifyDraftParams>& kernels,

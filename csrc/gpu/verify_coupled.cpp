@@ -27,21 +27,6 @@ std::vector<mx::array> make_buffers(
       has.allowed ? gpu::rows(encoder, inputs.back()) : target};
 }
 
-std::vector<mx::array> scratch_buffers(
-    gpu::Encoder& encoder,
-    const gpu::VerifyDraftParams& p) {
-  int64_t rows = p.batch * (p.drafts + 1);
-  int64_t partials = rows * p.chunks * sizeof(gpu::Partial);
-  int64_t racers = rows * p.chunks * sizeof(gpu::Racer);
-  std::vector<int64_t> sizes = {partials, 1, 1, 1, racers};
-  if (p.filtered) {
-    int64_t densities = rows * sizeof(gpu::Density);
-    sizes = {
-        partials, rows * p.groups * 4, densities, rows * gpu::FEW * 8, racers};
-  }
-  return gpu::scratch(encoder, sizes);
-}
-
 } // namespace
 
 void VerifyCoupled::eval_gpu(
@@ -63,7 +48,8 @@ void VerifyCoupled::eval_gpu(
           gpu::verify_params(buffers, rows, temperature_first_, filtered_, has),
       .seed_stride = gpu::stride(buffers[3], 0),
       .position_stride = gpu::stride(buffers[8], 0)};
-  auto scratch = scratch_buffers(encoder, params.verify);
+  int64_t racers = int64_t(rows) * params.verify.chunks * sizeof(gpu::Racer);
+  auto scratch = gpu::verify_scratch(encoder, params.verify, rows, 1, racers);
   buffers.insert(buffers.end(), scratch.begin(), scratch.end());
   buffers.insert(buffers.end(), outputs.begin(), outputs.end());
 

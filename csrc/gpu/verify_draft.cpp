@@ -42,25 +42,6 @@ std::vector<mx::array> input_buffers(
       has.allowed ? gpu::rows(encoder, allowed) : target};
 }
 
-// Buffers 12 to 16. Those that are not used have one byte.
-std::vector<mx::array> scratch_buffers(
-    gpu::Encoder& encoder,
-    const gpu::VerifyDraftParams& p,
-    int rows) {
-  int64_t B = p.batch;
-  int64_t BT = B * (p.drafts + 1);
-  int64_t parts = p.chunks * (p.chunk / gpu::PART);
-  int64_t partials = int64_t(rows) * p.chunks * sizeof(gpu::Partial);
-  std::vector<int64_t> sizes = {
-      partials, 1, 1, B * parts * 8, B * int64_t(sizeof(gpu::Decision))};
-  if (p.filtered) {
-    int64_t maxima = BT * p.groups * 4;
-    int64_t densities = BT * sizeof(gpu::Density);
-    sizes = {partials, maxima, densities, BT * gpu::FEW * 8, 1};
-  }
-  return gpu::scratch(encoder, sizes);
-}
-
 } // namespace
 
 void VerifyDraft::eval_gpu(
@@ -79,7 +60,10 @@ void VerifyDraft::eval_gpu(
   int rows = B * T + (has_.draft_logits ? B * (T - 1) : 0);
   auto params =
       gpu::verify_params(buffers, rows, temperature_first_, filtered_, has_);
-  auto scratch = scratch_buffers(encoder, params, rows);
+  int64_t parts = params.chunks * (params.chunk / gpu::PART);
+  int64_t decisions = filtered_ ? 1 : B * sizeof(gpu::Decision);
+  auto scratch =
+      gpu::verify_scratch(encoder, params, rows, B * parts * 8, decisions);
   buffers.insert(buffers.end(), scratch.begin(), scratch.end());
   buffers.insert(buffers.end(), outputs.begin(), outputs.end());
 

@@ -99,6 +99,49 @@ def verify_scratch(params, rows, unused):
     return {12: partials, 13: unused, 14: unused, 15: sums, 16: decisions}
 
 
+def verify_arguments(x, y, draft_tokens, coins, lengths, allowed, chunk, params):
+    """What the kernels of both verifying ops are given: constants and buffers."""
+    B, T, V = x.shape
+    order = params.pop("filter_order", "temperature_first")
+    filtered = params.pop("filtered", filters(params))
+    off = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
+    values = {name: params_array(params.get(name, off[name]), B) for name in off}
+    draft_tokens = np.asarray(draft_tokens, np.int32)
+    constants = STRUCTS["VerifyDraftParams"](
+        vocab=V,
+        chunk=chunk,
+        chunks=-(-V // chunk),
+        groups=-(-V // 256),
+        batch=B,
+        drafts=T - 1,
+        filtered=filtered,
+        temperature_first=order == "temperature_first",
+        has_draft_lengths=lengths is not None,
+        has_allowed=allowed is not None,
+        aligned=is_aligned(x, y),
+        target_strides=strides(x, 2),
+        allowed_strides=optional_strides(allowed, 2),
+        tokens_strides=strides(draft_tokens, 2),
+        lengths_stride=1,
+        **{f"{name}_stride": stride for name, (_, stride) in values.items()},
+    )
+    buffers = {
+        0: x,
+        1: y,
+        2: draft_tokens,
+        3: coins,
+        **{4 + i: array for i, (array, _) in enumerate(values.values())},
+        9: x,
+        10: x if lengths is None else np.asarray(lengths, np.int32),
+        11: x if allowed is None else allowed,
+        17: np.full((B, T), -7, np.int32),
+        18: np.full(B, -7, np.int32),
+        19: np.full((B, T), -7, np.float32),
+        20: constants,
+    }
+    return constants, buffers
+
+
 class Host:
     """The ops on an emulator. ``launch`` arguments: see ``emulator.Emulator``."""
 
@@ -182,68 +225,28 @@ class Host:
         """As ``mlx_mtp.ops.verify_draft`` -> tokens, accepted, logprobs."""
         x = target if target.dtype != np.float32 else store(target, dtype)
         B, T, V = x.shape
-        K = T - 1
-        y = x[:, :K]
+        y = x[:, : T - 1]
         if draft is not None:
             y = draft if draft.dtype != np.float32 else store(draft, dtype)
-        order = params.pop("filter_order", "temperature_first")
-        filtered = params.pop("filtered", filters(params))
-        params.setdefault("temperature", 1)
         if draft_temperature is None:
-            draft_temperature = params["temperature"]
-        off = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
-        values = {name: params_array(params.get(name, off[name]), B) for name in off}
-        values["draft_temperature"] = params_array(draft_temperature, B)
-        rows = B * T + (B * K if draft is not None else 0)
+            draft_temperature = params.get("temperature", 1)
+        rows = B * T + (B * (T - 1) if draft is not None else 0)
         chunk = self.chunk_size(rows, V)
-        chunks, groups = -(-V // chunk), -(-V // 256)
-        draft_tokens = np.asarray(draft_tokens, np.int32)
-        constants = STRUCTS["VerifyDraftParams"](
-            vocab=V,
-            chunk=chunk,
-            chunks=chunks,
-            groups=groups,
-            batch=B,
-            drafts=K,
-            filtered=filtered,
-            temperature_first=order == "temperature_first",
-            has_draft_logits=draft is not None,
-            has_draft_stats=draft_stats is not None,
-            has_draft_lengths=draft_lengths is not None,
-            has_allowed=allowed is not None,
-            aligned=is_aligned(x, y),
-            target_strides=strides(x, 2),
-            draft_strides=strides(y, 2),
-            allowed_strides=optional_strides(allowed, 2),
-            tokens_strides=strides(draft_tokens, 2),
-            stats_strides=optional_strides(draft_stats, 2),
-            uniforms_stride=strides(uniforms, 1)[0],
-            lengths_stride=1,
-            **{f"{name}_stride": stride for name, (_, stride) in values.items()},
+        constants, buffers = verify_arguments(
+            x, y, draft_tokens, uniforms, draft_lengths, allowed, chunk, params
         )
-        tokens = np.full((B, T), -7, np.int32)
-        accepted = np.full(B, -7, np.int32)
-        logprobs = np.full((B, T), -7, np.float32)
-        lengths = None
-        if draft_lengths is not None:
-            lengths = np.asarray(draft_lengths, np.int32)
-        buffers = {
-            0: x,
-            1: y,
-            2: draft_tokens,
-            3: uniforms,
-            **{4 + i: array for i, (array, _) in enumerate(values.values())},
-            9: x if draft_stats is None else draft_stats,
-            10: x if lengths is None else lengths,
-            11: x if allowed is None else allowed,
-            **verify_scratch(constants, rows, x),
-            17: tokens,
-            18: accepted,
-            19: logprobs,
-            20: constants,
-        }
-        self.launch_verify(dtype, filtered, rows, x.shape, chunks, buffers)
-        return tokens, accepted, logprobs
+        buffers[8], constants.draft_temperature_stride = params_array(
+            draft_temperature, B
+        )
+        constants.has_draft_logits = draft is not None
+        constants.has_draft_stats = draft_stats is not None
+        constants.draft_strides[:] = strides(y, 2)
+        constants.stats_strides[:] = optional_strides(draft_stats, 2)
+        constants.uniforms_stride = strides(uniforms, 1)[0]
+        buffers[9] = x if draft_stats is None else draft_stats
+        buffers |= verify_scratch(constants, rows, x)
+        self.launch_verify(dtype, constants, rows, buffers)
+        return buffers[17], buffers[18], buffers[19]
 
     def verify_coupled(
         self,
@@ -260,77 +263,36 @@ class Host:
         """As ``mlx_mtp.ops.verify_coupled`` -> tokens, accepted, logprobs."""
         x = target if target.dtype != np.float32 else store(target, dtype)
         B, T, V = x.shape
-        order = params.pop("filter_order", "temperature_first")
-        filtered = params.pop("filtered", filters(params))
-        off = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
-        values = {name: params_array(params.get(name, off[name]), B) for name in off}
-        chunk = self.chunk_size(B * T, V)
-        chunks = -(-V // chunk)
-        draft_tokens = np.asarray(draft_tokens, np.int32)
-        verify = STRUCTS["VerifyDraftParams"](
-            vocab=V,
-            chunk=chunk,
-            chunks=chunks,
-            groups=-(-V // 256),
-            batch=B,
-            drafts=T - 1,
-            filtered=filtered,
-            temperature_first=order == "temperature_first",
-            has_draft_lengths=draft_lengths is not None,
-            has_allowed=allowed is not None,
-            aligned=is_aligned(x),
-            target_strides=strides(x, 2),
-            allowed_strides=optional_strides(allowed, 2),
-            tokens_strides=strides(draft_tokens, 2),
-            lengths_stride=1,
-            **{f"{name}_stride": stride for name, (_, stride) in values.items()},
+        rows, chunk = B * T, self.chunk_size(B * T, V)
+        verify, buffers = verify_arguments(
+            x, x, draft_tokens, seed, draft_lengths, allowed, chunk, params
         )
-        tokens = np.full((B, T), -7, np.int32)
-        accepted = np.full(B, -7, np.int32)
-        logprobs = np.full((B, T), -7, np.float32)
-        lengths = x if draft_lengths is None else np.asarray(draft_lengths, np.int32)
-        buffers = {
-            0: x,
-            1: x,
-            2: draft_tokens,
-            3: seed,
-            **{4 + i: array for i, (array, _) in enumerate(values.values())},
-            8: np.asarray(position, np.int32),
-            9: x,
-            10: lengths,
-            11: x if allowed is None else allowed,
-            **verify_scratch(verify, B * T, x),
-            16: scratch(B * T * chunks, STRUCTS["Racer"]),
-            17: tokens,
-            18: accepted,
-            19: logprobs,
-        }
-        constants = STRUCTS["VerifyCoupledParams"](
+        buffers[8] = np.asarray(position, np.int32)
+        buffers |= verify_scratch(verify, rows, x)
+        buffers[16] = scratch(rows * verify.chunks, STRUCTS["Racer"])
+        self.launch_rows(dtype, verify, rows, buffers)
+        buffers[20] = STRUCTS["VerifyCoupledParams"](
             verify=verify, seed_stride=strides(seed, 1)[0], position_stride=1
         )
-        kind = "filtered_" * bool(filtered) + dtype
-        self.launch_rows(
-            dtype, filtered, B * T, (B, T), chunks, {**buffers, 20: verify}
-        )
-        buffers[20] = constants
-        self.launch(f"verify_coupled_race_{kind}", (B * T, chunks), 128, buffers)
+        kind = "filtered_" * bool(verify.filtered) + dtype
+        self.launch(f"verify_coupled_race_{kind}", (rows, verify.chunks), 128, buffers)
         self.launch(f"verify_coupled_finish_{kind}", (B,), 128, buffers)
-        return tokens, accepted, logprobs
+        return buffers[17], buffers[18], buffers[19]
 
-    def launch_rows(self, dtype, filtered, rows, shape, chunks, buffers):
-        self.launch(f"verify_draft_partials_{dtype}", (rows, chunks), 128, buffers)
-        if filtered:
-            grid = (shape[0] * shape[1],)
+    def launch_rows(self, dtype, params, rows, buffers):
+        grid = (rows, params.chunks)
+        self.launch(f"verify_draft_partials_{dtype}", grid, 128, buffers)
+        if params.filtered:
+            grid = (params.batch * (params.drafts + 1),)
             self.launch(f"verify_draft_threshold_{dtype}", grid, 512, buffers)
 
-    def launch_verify(self, dtype, filtered, rows, shape, chunks, buffers):
-        B = shape[0]
-        self.launch_rows(dtype, filtered, rows, shape, chunks, buffers)
-        if filtered:
-            self.launch(f"verify_draft_draw_filtered_{dtype}", (B,), 256, buffers)
-        else:
-            self.launch(f"verify_draft_residual_{dtype}", (B, chunks), 256, buffers)
-            self.launch(f"verify_draft_draw_{dtype}", (B,), 256, buffers)
+    def launch_verify(self, dtype, params, rows, buffers):
+        B, kind = params.batch, "filtered_" * bool(params.filtered)
+        self.launch_rows(dtype, params, rows, buffers)
+        if not params.filtered:
+            grid = (B, params.chunks)
+            self.launch(f"verify_draft_residual_{dtype}", grid, 256, buffers)
+        self.launch(f"verify_draft_draw_{kind}{dtype}", (B,), 256, buffers)
 
     def commit_rows(self, cache, rows, start, count, ring=0):
         """Any dtype; ``rows`` with any strides but the last. Returns a new cache."""
