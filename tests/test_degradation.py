@@ -110,6 +110,9 @@ class Hides(Qwen35Target):
     def prefill(self, tokens, caches):
         return self.shown("prefill", super().prefill(tokens, caches))
 
+    def step(self, tokens, caches):
+        return self.shown("prefill", super().step(tokens, caches))
+
     def forward(self, tokens, views):
         return self.shown("forward", super().forward(tokens, views))
 
@@ -176,6 +179,8 @@ def test_a_model_that_fails_is_an_error_and_leaves_the_caches(plain):
                 raise Broken("the model")
             return out
 
+        step = prefill
+
         def forward(self, tokens, views):
             raise Broken("the model")
 
@@ -201,6 +206,8 @@ def test_unusable_logits_in_plain_steps_leave_the_emitted_tokens(plain):
             out = super().prefill(tokens, caches)
             bad = (tokens == plain.tokens[5])[..., None]
             return out._replace(logits=mx.where(bad, mx.nan, out.logits))
+
+        step = prefill
 
     drafter = FailingDrafter(plain.drafter, "propose", range(10**6))
     caches, tokens = plain.target.make_cache(), []

@@ -4,6 +4,7 @@ from importlib import import_module
 
 import mlx.core as mx
 import pytest
+from plain import contents
 from tiny import ScriptedDrafter, plain_tokens, random_prompt
 
 from mlx_mtp.speculative import SpeculativeDecoder
@@ -74,3 +75,29 @@ def test_a_qwen_target_gives_hidden_rows_that_make_its_logits(qwen):
     assert out.hidden.shape == (1, 6, target.hidden_size)
     assert mx.array_equal(out.logits, qwen(rows))
     assert mx.array_equal(out.logits, target.logits(out.hidden))
+
+
+def test_a_step_of_a_qwen_target_is_that_of_its_model(qwen):
+    """Bit for bit, in the logits and in what the caches hold."""
+    target, tokens = as_target(qwen), random_prompt(9, 128, 3)
+    ours, theirs = target.make_cache(), target.make_cache()
+    for i, token in enumerate(tokens):  # the first finds empty caches
+        row = mx.array([[token]])
+        out = target.step(row, ours)
+        assert mx.array_equal(out.logits, qwen(row, cache=theirs)), i
+        assert mx.array_equal(target.logits(out.hidden), out.logits)
+    for x, y in zip(ours, theirs, strict=True):
+        for a, b in zip(contents(x), contents(y), strict=True):
+            assert a.dtype == b.dtype and mx.array_equal(a, b)
+
+
+def test_a_step_of_a_padded_cache_is_the_models_own(qwen):
+    target, row = as_target(qwen), mx.array([[5]])
+    ours, theirs = target.make_cache(), target.make_cache()
+    for caches in (ours, theirs):
+        qwen(mx.array([[1, 2, 3]]), cache=caches)
+        for cache in caches:
+            if hasattr(cache, "left_padding"):
+                cache.left_padding = mx.array([4])  # one token is left of the next row
+    logits = target.step(row, ours).logits
+    assert mx.array_equal(logits, qwen(row, cache=theirs))

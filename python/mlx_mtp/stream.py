@@ -649,7 +649,8 @@ class Stream:
         A token of -1, which is none, reads the last row of the embedding: it is taken
         back as soon as it is read.
         """
-        out = self._target.prefill(token[None], self._caches)
+        step = getattr(self._target, "step", self._target.prefill)
+        out = step(token[None], self._caches)
         self.telemetry.target_calls += 1
         self._loose.append((token, out.hidden))
         return out.logits

@@ -32,6 +32,8 @@ class Restricted:
         out = self._target.prefill(tokens, caches)
         return out._replace(logits=self._masked(out.logits))
 
+    step = prefill
+
     def forward(self, tokens, views):
         out = self._target.forward(tokens, views)
         return out._replace(logits=self._masked(out.logits))

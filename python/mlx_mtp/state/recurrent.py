@@ -13,12 +13,14 @@ from .base import Leaves, UnsupportedCache, pad
 class GatedDeltaView:
     """State ``(B, Hv, Dv, Dk)`` and convolution window ``(B, C - 1, D)`` at a row.
 
-    The layer's forward leaves in ``inputs`` what a later replay needs.
+    The layer's forward leaves in ``inputs`` what a later replay needs, and in ``after``
+    the state behind its rows.
     """
 
     def __init__(self, state, window):
         self.state, self.window = state, window
         self.inputs: Leaves = ()
+        self.after = None
 
 
 class ArraysAdapter:

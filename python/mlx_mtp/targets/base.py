@@ -48,6 +48,7 @@ class Target(Protocol):
             that attend to them.
         output (optional): The layer that makes ``logits``, a linear layer or an
             embedding, for drafts from a part of the vocabulary.
+        step (optional): ``prefill`` of one row of one stream, made faster.
     """
 
     vocab_size: int
