@@ -1,8 +1,10 @@
 """The shipped round, driven directly: batches, traces, memory."""
 
 import time
+from io import StringIO
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from tiny import (
@@ -171,3 +173,23 @@ def test_capacity_changes_neither_tokens_nor_memory_nor_time(llama):
     # One copied buffer of 65,536 slots is 16 MiB.
     assert extra[65536] - extra[256] < 2**20
     assert fastest[65536] < 3 * fastest[256]
+
+
+def test_weights_are_transposed_by_the_trace_not_by_every_round(qwen):
+    """With the same numbers, and linear layers are as before behind it."""
+    call, target = nn.Linear.__call__, as_target(qwen)
+    round_ = Round(target, ScriptedDrafter([1], 128), 3, greedy=True)
+    state, _ = start_row(round_, random_prompt(9, 128, 1), CAPACITY)
+    proposal, _, logits = round_.halves(state, CAPACITY)
+    _, expected = round_.verify(state, proposal, CAPACITY)
+    layers = [m for m in qwen.modules() if isinstance(m, nn.Linear)]
+    assert transposes(expected) - transposes(logits) >= len(layers) > 10
+    assert mx.array_equal(logits, expected)
+    assert nn.Linear.__call__ is call
+
+
+def transposes(x):
+    """How many nodes of the graph behind an array swap axes."""
+    file = StringIO()
+    mx.export_to_dot(file, x)
+    return file.getvalue().count('"Transpose"')

@@ -20,6 +20,7 @@ from .ops import sample, verify_coupled, verify_draft
 from .sampling import FilterOrder, round_uniforms, split_keys, uniforms
 from .state import Adapter, Leaves, Position
 from .state.base import pad
+from .targets.stepping import weights_transposed
 
 RoundState = dict[str, Any]
 
@@ -392,8 +393,14 @@ class Round:
     def _call(self, name, function, attended, *args):
         key = (name, attended)
         if key not in self._compiled:
-            self._compiled[key] = mx.compile(partial(function, attended=attended))
+            traced = partial(_with_constants, function, attended=attended)
+            self._compiled[key] = mx.compile(traced)
         return self._compiled[key](*args)
+
+
+def _with_constants(function, *args, attended):
+    with weights_transposed():
+        return function(*args, attended)
 
 
 def pad_to(x: mx.array, shape: Sequence[int]) -> mx.array:

@@ -477,8 +477,10 @@ class Stream:
     @property
     def _limit(self) -> float:
         """Cached tokens at which the caches that are apart have to be quantised."""
+        if self._quantisation is None:
+            return math.inf
         waits = any(hasattr(cache, "to_quantized") for cache in self._caches)
-        return self._quantisation.start if self._quantisation and waits else math.inf
+        return self._quantisation.start if waits else math.inf
 
     @property
     def _free(self) -> float:
@@ -819,7 +821,9 @@ class Stream:
                     self._state = {**self._state, "given": self._place(given)}
                 pending = self._build_traced() if self._traced else None
                 pending = pending or (None if unread else self._build_eager())
-                return pending and replace(pending, given=len(given))
+                if pending is not None:
+                    pending.given = len(given)
+                return pending
             except Exception as error:
                 self._step_down(error)
                 return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -27,6 +27,15 @@ class Position:
     offset: mx.array | int
     steps: mx.array
     attended: int
+    _windows: dict[int, mx.array] = field(default_factory=dict, repr=False)
+
+    def window(self, size: int) -> mx.array:
+        """Which of the ``size`` rows in front of the previous round and its own are the
+        newest ``size`` that were kept, ``(B, size, 1)``; one array for all layers."""
+        if size not in self._windows:
+            rows = self.steps[:, None] + mx.arange(size)
+            self._windows[size] = rows[..., None]
+        return self._windows[size]
 
 
 class Adapter(Protocol):

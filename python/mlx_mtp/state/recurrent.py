@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..ops import gated_delta_replay
-from .base import Leaves, UnsupportedCache, pad
+from .base import Leaves, Position, UnsupportedCache, pad
 
 
 class GatedDeltaView:
@@ -76,21 +76,21 @@ class GatedDeltaAdapter(ArraysAdapter):
         )
 
     def view(self, leaves, position):
-        return GatedDeltaView(*self._replay(leaves, position.steps))
+        return GatedDeltaView(*self._replay(leaves, position))
 
     def collect(self, view):
         return view.state, *view.inputs
 
     def release(self, cache, leaves, length, steps):
-        cache[1], cache[0] = self._replay(leaves, steps)
+        position = Position(length, steps, 0)
+        cache[1], cache[0] = self._replay(leaves, position)
 
-    def _replay(self, leaves, steps):
+    def _replay(self, leaves, position):
         state, conv_input, k, v, g, beta = leaves
-        window = conv_input.shape[1] - k.shape[1]
-        rows = steps[:, None] + mx.arange(window)
+        rows = position.window(conv_input.shape[1] - k.shape[1])
         return (
-            gated_delta_replay(state, k, v, g, beta, steps),
-            mx.take_along_axis(conv_input, rows[..., None], axis=1),
+            gated_delta_replay(state, k, v, g, beta, position.steps),
+            mx.take_along_axis(conv_input, rows, axis=1),
         )
 
 

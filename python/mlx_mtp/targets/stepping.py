@@ -69,6 +69,25 @@ def calls_of(module: nn.Module) -> Iterator[list]:
 
 
 @contextmanager
+def weights_transposed() -> Iterator[None]:
+    """Within, linear layers transpose their weights at once, not by a node a call.
+
+    For a trace: its weights are constants, so no round has these nodes.
+    """
+    thread = threading.get_ident()
+
+    def linear(call, layer, args, kwargs):
+        if threading.get_ident() != thread or kwargs:
+            return call(layer, *args, **kwargs)
+        (x,), weight = args, layer.weight.T
+        mx.eval(weight)
+        return mx.addmm(layer.bias, x, weight) if "bias" in layer else x @ weight
+
+    with _patched({nn.Linear}, linear):
+        yield
+
+
+@contextmanager
 def _patched(classes, around):
     """Within, calls of modules go through ``around(call, module, args, kwargs)``."""
     with _LOCK:
