@@ -101,3 +101,20 @@ def test_a_step_of_a_padded_cache_is_the_models_own(qwen):
                 cache.left_padding = mx.array([4])  # one token is left of the next row
     logits = target.step(row, ours).logits
     assert mx.array_equal(logits, qwen(row, cache=theirs))
+
+
+@pytest.mark.parametrize("cuts", [[17], [1, 16], [6, 11], [16, 1], [5, 1, 2, 9]])
+def test_a_qwen_prompt_leaves_what_the_models_own_forward_does(qwen, cuts):
+    """Read in any pieces: logits, hidden rows and caches, bit for bit."""
+    target, tokens = as_target(qwen), mx.array([random_prompt(17, 128, 6)])
+    caches, expected = target.make_cache(), target.make_cache()
+    logits, hidden = qwen(tokens, cache=expected), target.trunk(tokens)
+    begin, outs = 0, []
+    for count in cuts:
+        outs.append(target.prefill(tokens[:, begin : begin + count], caches))
+        begin += count
+    assert mx.array_equal(mx.concatenate([x.logits for x in outs], axis=1), logits)
+    assert mx.array_equal(mx.concatenate([x.hidden for x in outs], axis=1), hidden)
+    for cache, other in zip(caches, expected, strict=True):
+        for x, y in zip(contents(cache), contents(other), strict=True):
+            assert x.dtype == y.dtype and mx.array_equal(x, y)

@@ -15,12 +15,29 @@ class GatedDeltaView:
 
     The layer's forward leaves in ``inputs`` what a later replay needs, and in ``after``
     the state behind its rows.
+
+    Args:
+        lengths (array, optional): ``(B,)``, how many of the next rows are no padding.
     """
 
-    def __init__(self, state, window):
-        self.state, self.window = state, window
+    def __init__(self, state, window, lengths: mx.array | None = None):
+        self.state, self.window, self.lengths = state, window, lengths
         self.inputs: Leaves = ()
         self.after = None
+
+    def steps(self, width: int) -> mx.array:
+        """How many of the next ``width`` rows the state takes, ``(B,)``."""
+        if self.lengths is None:
+            return mx.full((self.state.shape[0],), width, mx.int32)
+        return self.lengths
+
+    def window_after(self) -> mx.array:
+        """The window behind these rows."""
+        rows, size = self.inputs[0], self.window.shape[1]
+        if self.lengths is None:
+            return mx.contiguous(rows[:, -size:])
+        places = self.lengths[:, None] + mx.arange(size)
+        return mx.take_along_axis(rows, places[..., None], axis=1)
 
 
 class ArraysAdapter:
@@ -61,6 +78,7 @@ class GatedDeltaAdapter(ArraysAdapter):
 
     key_heads: int
     versions = 3  # and the state behind this round, which is dropped
+    joint = True
 
     def adopt(self, cache, width, capacity):
         window, state = cache[0], cache[1]
@@ -84,6 +102,12 @@ class GatedDeltaAdapter(ArraysAdapter):
     def release(self, cache, leaves, length, steps):
         position = Position(length, steps, 0)
         cache[1], cache[0] = self._replay(leaves, position)
+
+    def set_lengths(self, cache, lengths):
+        cache.lengths = mx.array(lengths)  # the model counts it down
+
+    def take_row(self, cache, row, length, into):
+        into.cache = [mx.contiguous(x[row : row + 1]) for x in cache.cache]
 
     def _replay(self, leaves, position):
         state, conv_input, k, v, g, beta = leaves

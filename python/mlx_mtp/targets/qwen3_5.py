@@ -15,11 +15,12 @@ from .base import TargetOutput
 class Qwen35Target:
     """A Qwen3.5 or Qwen3-Next text model, dense or MoE.
 
-    The prompt runs through the model's own forward. A round walks the layers here,
-    so that the inputs of every recurrence are at hand for the rollback and nothing
-    in the model is touched. So does a plain step, as one op a recurrence is faster on a
-    CPU.
+    A round walks the layers here, so that the inputs of every recurrence are at hand
+    for the rollback and nothing in the model is touched. So do a plain step and, where
+    ``mlx_lm`` has no kernel for the recurrence, a prompt: as one op it is faster.
     """
+
+    projects = True
 
     def __init__(self, model, head_spec=None):
         self.head_spec = head_spec
@@ -52,22 +53,44 @@ class Qwen35Target:
         return project(self.output, hidden)
 
     def prefill(self, tokens, caches):
-        hidden = self.trunk(tokens, cache=caches)
-        return TargetOutput(self.logits(hidden), hidden)
+        has_kernel = mx.metal.is_available() and mx.default_device() == mx.gpu
+        return (self._by_model if has_kernel else self._by_op)(tokens, caches)
 
     def step(self, tokens, caches):
         """As ``prefill``, of one row ``(1, 1)``."""
-        linear = [layer.is_linear for layer in self.trunk.layers]
-        views = list(map(_step_view, linear, caches))
-        if None in views:
-            return self.prefill(tokens, caches)
-        out = self.forward(tokens, views)
-        for is_linear, cache, view in zip(linear, caches, views, strict=True):
-            if is_linear:
-                cache[0], cache[1] = view.inputs[0][:, 1:], view.after
+        return self._by_op(tokens, caches)
+
+    def _by_model(self, tokens, caches):
+        hidden = self.trunk(tokens, cache=caches)
+        return TargetOutput(self.logits(hidden), hidden)
+
+    def _by_op(self, tokens, caches):
+        pairs = list(zip(self.trunk.layers, caches, strict=True))
+        if any(layer.is_linear and c.left_padding is not None for layer, c in pairs):
+            return self._by_model(tokens, caches)
+        views = [
+            self._view(layer.linear_attn, c, tokens) if layer.is_linear else c
+            for layer, c in pairs
+        ]
+        out = self._walk(tokens, views)
+        for (layer, cache), view in zip(pairs, views, strict=True):
+            if layer.is_linear:
+                cache[0], cache[1] = view.window_after(), view.after
         return out
 
+    def _view(self, net, cache, tokens):
+        """The cache of a layer, empty or not, for rows ``(B, T)``."""
+        window, state = cache.cache
+        if state is None:
+            batch, dtype = tokens.shape[0], self.embed(tokens[:, :1]).dtype
+            window = mx.zeros((batch, net.conv_kernel_size - 1, net.conv_dim), dtype)
+            state = mx.zeros((batch, net.num_v_heads, net.head_v_dim, net.head_k_dim))
+        return GatedDeltaView(state, window, cache.lengths)
+
     def forward(self, tokens, views):
+        return self._walk(tokens, views)
+
+    def _walk(self, tokens, views):
         batch, width = tokens.shape
         x, mask = self.embed(tokens.reshape(-1)), None  # rows (B * T, H)
         for layer, view in zip(self.trunk.layers, views, strict=True):
@@ -85,14 +108,6 @@ class Qwen35Target:
         return TargetOutput(
             logits.reshape(batch, width, -1), hidden.reshape(batch, width, -1)
         )
-
-
-def _step_view(is_linear: bool, cache):
-    """What a step gives a layer; None if only the model can take the cache."""
-    if not is_linear:
-        return cache
-    padded = cache.left_padding is not None or cache.lengths is not None
-    return None if padded or cache[1] is None else GatedDeltaView(cache[1], cache[0])
 
 
 def _gated_delta_net(net, x: mx.array, view) -> mx.array:
@@ -115,7 +130,7 @@ def _gated_delta_net(net, x: mx.array, view) -> mx.array:
         eps=1e-6,
     )
     v = v.reshape(value_shape)
-    steps = mx.full((batch,), v.shape[1], mx.int32)
+    steps = view.steps(v.shape[1])
     view.after, y = gated_delta_replay(view.state, k, v, g, beta, steps, q=q)
     view.inputs = (conv_input, k, v, g, beta)
     return net.out_proj(net.norm(y, z).reshape(x.shape[0], -1))
