@@ -21,7 +21,7 @@ from mlx_mtp.speculative import SpeculativeDecoder
 from mlx_mtp.targets import as_target
 
 DEPTH = 3
-CHUNK = 16  # prompt tokens at a time
+CHUNK = 32  # prompt tokens at a time
 NEAR = 1e-4  # logits closer than this may be rounded into another order
 PLANS = [[3, 0], [1, 2], [0, 3], [2], [3], [0], [1, 3, 0, 2], [2, 2, 0, 1]]
 
@@ -61,9 +61,9 @@ class Request:
     def build(self):
         return {**self.options, **{name: f() for name, f in self.make.items()}}
 
-    def run_alone(self, decoder):
+    def run_alone(self, decoder, chunk=CHUNK):
         # With keys that stay in a window mlx_lm's prompts depend on their chunks.
-        options = {"prefill_step_size": CHUNK, **self.build()}
+        options = {"prefill_step_size": chunk, **self.build()}
         depth = options.pop("depth", decoder.depth)
         if depth != decoder.depth:
             decoder = SpeculativeDecoder(decoder.target, decoder.drafter, depth)
@@ -102,11 +102,13 @@ def read(batch):
 class Pool:
     """Requests of many kinds for one decoder, and a batch for schedules of them."""
 
-    def __init__(self, decoder, requests):
+    def __init__(self, decoder, requests, chunk=CHUNK):
         self.decoder, self.requests = decoder, requests
         for request in requests:
-            request.run_alone(decoder)
-        self.batch = BatchIterator(decoder, max_rows=8, prefill_step_size=CHUNK)
+            request.run_alone(decoder, chunk)
+        self.batch = BatchIterator(
+            decoder, max_rows=max(8, len(requests)), prefill_step_size=chunk
+        )
 
     def schedule(self, seed: int, count: int = 12) -> int:
         """Joins and leaves at random turns. Returns how many near-ties were met."""

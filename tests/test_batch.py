@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from batch_faults import campaign
 from batches import (
+    CHUNK,
     DEPTH,
     Forces,
     Pool,
@@ -203,7 +204,9 @@ def test_rounds_of_changing_depth_change_no_greedy_or_coupled_row(pools, name):
     """Plain steps among them; the drafter keeps up."""
     mixed = pools[f"{name}, mixed"]
     target, drafter = mixed.decoder.target, mixed.decoder.drafter
-    batch = BatchIterator(SpeculativeDecoder(target, drafter, 4), prefill_step_size=16)
+    batch = BatchIterator(
+        SpeculativeDecoder(target, drafter, 4), prefill_step_size=CHUNK
+    )
     batch._pace, batch._adaptive = Changing(), True
     some = [
         r for r in mixed.requests if "params" not in r.options or "coupled" in r.options
@@ -500,6 +503,29 @@ def test_behind_a_round_that_fails_the_rows_go_on_alone_and_come_back(
         assert telemetry.step_downs == 1
         assert "division by zero" in telemetry.fallback
         plain.check(cache, len(PROMPT) + 20 + 15 * i)
+
+
+def test_a_passing_failure_where_a_row_leaves_keeps_no_cache(plain, monkeypatch):
+    batch, caches = BatchIterator(plain.decoder), plain.target.make_cache()
+    leave, failures = BatchIterator._leave, [MemoryError]
+
+    def fails_once(self, request):
+        if failures:
+            raise failures.pop()
+        leave(self, request)
+
+    monkeypatch.setattr(BatchIterator, "_leave", fails_once)
+    id_ = batch.add(PROMPT, caches=caches, max_tokens=6)
+    _, ends = read(batch)
+    assert isinstance(ends[id_].error, MemoryError)
+    plain.check(caches, len(PROMPT) + 6)
+    caches, failures = plain.target.make_cache(), [MemoryError]
+    id_ = batch.add(PROMPT, caches=caches)
+    count = sum(len(out.steps) for _ in range(3) for out in next(batch))
+    with pytest.raises(MemoryError):
+        batch.remove(id_)
+    plain.check(caches, len(PROMPT) + count)
+    assert len(batch) == batch.capacity == 0
 
 
 def test_faults_anywhere_leave_every_cache_exact(plain):

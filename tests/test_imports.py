@@ -22,7 +22,7 @@ LAYERS = [
     {"heads"},
     {"drafters", "targets"},
     {"round", "shaping"},
-    {"stream", "thinking", "batch_round"},
+    {"stream", "thinking", "batch_prompts", "batch_round"},
     {"turns"},
     {"speculative"},
     {"batch"},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,13 +19,14 @@ import numpy as np
 from mlx.utils import tree_map
 
 from .adaptive import BatchDepth, FixedDepth
+from .batch_prompts import JointPrompts, joint_groups
 from .batch_round import BatchRound
 from .drafters import Drafts
 from .round import Proposal, Round, RoundState, StepDown, pad_to
 from .sampling import SamplingParams, stream_key
 from .shaping import Decision, block_masks
 from .speculative import MAX_ADAPTIVE, SpeculativeDecoder, check_depth
-from .state import classify
+from .state import cached_tokens, classify
 from .stream import MIN_BUCKET, Step, Stream, bucket, decided_row, masked_row
 
 READY = object()  # a row yields it where it waits for its part of a round
@@ -58,6 +60,28 @@ class Row(Stream):
         self.batch, self.depth = batch, depth
         self.slot: int | None = None
         self._submitted: object = None  # the block in front of the newest round
+        self.prompts: tuple[JointPrompts, int] | None = None  # read with others'
+
+    @property
+    def prompt_is_new(self) -> bool:
+        """Whether its whole prompt can be read at once, into empty caches."""
+        fits = self._prompt.size <= self._prefill_step_size
+        return fits and self._turn is None and not cached_tokens(self._caches)
+
+    @property
+    def prompt(self) -> mx.array:
+        return self._prompt
+
+    def _prefill(self):
+        if not self.prompt_is_new:
+            self.prompts = None
+        return super()._prefill(apart=0 if self.prompts else 1)
+
+    def _read_rows(self, tokens):
+        if self.prompts is None:
+            return super()._read_rows(tokens)
+        (prompts, row), self.prompts = self.prompts, None
+        return prompts.take(row, self._caches)
 
     def _rounds(self, pending):
         if pending.counts is None and not self._host_decides:
@@ -279,6 +303,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         self._adapters = classify(
             decoder.target.make_cache(), decoder.target.adapters, self.width
         )
+        self._reads_jointly = all(getattr(a, "joint", False) for a in self._adapters)
         self._alone = self._probe()
         self._requests: dict[int, _Request] = {}
         self._outputs: dict[int, BatchOutput] = {}
@@ -342,6 +367,9 @@ class BatchIterator(Iterator[list[BatchOutput]]):
             return False
         try:
             self._leave(request)
+        except BaseException:
+            self._leave(request)  # a passing failure must not keep the caches
+            raise
         finally:
             self._tidy()
         return True
@@ -387,14 +415,30 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         """Feeds pieces of prompts, newcomers in turn, until it was enough."""
         reading = [r for r in self._requests.values() if r.reads_prompt]
         reading.sort(key=lambda r: (r.id <= self._fed, r.id))
-        room = self.prefill_step_size
+        room, some = self.prefill_step_size, []
         for request in reading:
-            left = request.stream.prompt_left
-            self._fed = request.id
-            self._advance(request)
-            room -= left - request.stream.prompt_left
             if room <= 0:
-                return
+                break
+            some.append(request)
+            room -= min(request.stream.prompt_left, self.prefill_step_size)
+            self._fed = request.id
+        streams = [request.stream for request in some]
+        new = [x for x in streams if isinstance(x, Row) and x.prompt_is_new]
+        if self._reads_jointly:
+            for rows in joint_groups(new, lambda row: row.prompt_left):
+                self._read_together(rows)
+        for request in some:
+            self._advance(request)
+
+    def _read_together(self, rows: list[Row]) -> None:
+        """Reads new prompts in one forward. If that fails, each is read by itself."""
+        with suppress(Exception), ExitStack() as stack:
+            for row in rows:
+                stack.enter_context(row.telemetry.phase("prefill"))
+            prompts = [row.prompt for row in rows]
+            joint = JointPrompts(self.decoder.target, self._adapters, prompts)
+            for i, row in enumerate(rows):
+                row.prompts = joint, i
 
     def _make(self, depth, find_round, pace, prompt, caches, *args, **options):
         """A row, or a stream of its own where it cannot be one."""
@@ -449,15 +493,14 @@ class BatchIterator(Iterator[list[BatchOutput]]):
             self._leave(request)
         except Exception as failure:
             out.finish, out.error = "error", error or failure
+            self._leave(request)  # a passing failure must not keep the caches
 
     def _leave(self, request: _Request) -> None:
         """Closes the stream, which takes its state back, and frees its slot."""
-        try:
-            request.steps.close()
-        finally:
-            if request.slot is not None:
-                self._slots[request.slot] = None
-                request.stream.slot = None
+        request.steps.close()
+        if request.slot is not None:
+            self._slots[request.slot] = None
+            request.stream.slot = None
 
     # Slots
 

@@ -20,6 +20,7 @@ from .memory import Watch
 from .round import Proposal, Round, RoundState, StepDown, drafting
 from .shaping import Controller, Decision, RowShaper, apply_mask, block_masks
 from .state import cached_tokens, newest
+from .targets import TargetOutput
 from .telemetry import Telemetry
 
 MIN_BUCKET = 256
@@ -508,11 +509,11 @@ class Stream:
             self._turn = self._begin(total)
             self._earlier = self._turn.tokens.size
             self._progress(0, total)
-        done = 0
+        done, logits = 0, None
         while total - done > apart:
             count = min(self._prefill_step_size, total - done - apart)
             with self.telemetry.phase("prefill"):
-                self._feed(self._prompt[done : done + count])
+                logits = self._feed(self._prompt[done : done + count])
                 mx.clear_cache()
                 done += count
                 self.prompt_left = total - done
@@ -520,7 +521,7 @@ class Stream:
             if total - done > apart:
                 yield
         if not apart:
-            return None
+            return logits
         with self.telemetry.phase("prefill"):
             logits = self._feed(self._prompt[-1:])
             mx.eval(logits)
@@ -585,7 +586,7 @@ class Stream:
         self._merge()
         marks = [a.mark(c) for a, c in self._parts]
         try:
-            out = self._target.prefill(tokens[None], self._caches)
+            out = self._read_rows(tokens)
             self._turn, self._unfed = self._extended(tokens, out.hidden), []
         except BaseException:
             for (adapter, cache), mark in zip(self._parts, marks, strict=True):
@@ -599,6 +600,10 @@ class Stream:
         ):
             self._turn = replace(self._turn, draft_state=None)
         return out.logits[:, -1:]
+
+    def _read_rows(self, tokens: mx.array) -> TargetOutput:
+        """A forward of tokens through the caches."""
+        return self._target.prefill(tokens[None], self._caches)
 
     def _extended(self, tokens: mx.array, hidden: mx.array | None) -> Turn:
         """The turn with ``tokens`` ``(N,)`` behind it and ``hidden`` ``(1, N, H)``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,6 +45,8 @@ class Adapter(Protocol):
     Attributes:
         cache_class: The name of that class.
         versions: How many of its leaves, from different rounds, there are at once.
+        joint (optional): Whether new prompts of unlike lengths can be read together, by
+            ``set_lengths`` and ``take_row``.
     """
 
     cache_class: str
@@ -91,6 +94,13 @@ class Adapter(Protocol):
 
     def rewind_step(self, cache: Any, mark: Any) -> None:
         """Brings ``cache`` back over at most one token."""
+
+    def set_lengths(self, cache: Any, lengths: Sequence[int]) -> None:
+        """Says how many tokens of each row are no padding, in front of the one forward
+        through an empty ``cache``."""
+
+    def take_row(self, cache: Any, row: int, length: int, into: Any) -> None:
+        """Copies the first ``length`` tokens of a row of that ``cache``."""
 
 
 def pad(x: mx.array, size: int, axis: int) -> mx.array:

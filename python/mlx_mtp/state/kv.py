@@ -79,6 +79,7 @@ class KVAdapter:
 
     cache_class = "KVCache"
     versions = 1  # written in place
+    joint = True
 
     @classmethod
     def of(cls, cache, width):
@@ -121,6 +122,16 @@ class KVAdapter:
 
     def rewind_step(self, cache, mark):
         self.rewind(cache, mark)
+
+    def set_lengths(self, cache, lengths):
+        """Padding is behind a prompt, where no row of it attends to."""
+
+    def take_row(self, cache, row, length, into):
+        into.keys, into.values = (
+            mx.contiguous(x[row : row + 1, :, :length])
+            for x in (cache.keys, cache.values)
+        )
+        into.offset = length
 
 
 @dataclass(frozen=True)
@@ -187,6 +198,7 @@ class QuantizedAdapter(KVAdapter):
     group_size: int
     bits: int
     cache_class = "QuantizedKVCache"
+    joint = False
 
     @classmethod
     def of(cls, cache, width):
@@ -217,6 +229,7 @@ class BatchAdapter(KVAdapter):
     """As ``KVAdapter``, for a batch cache of one row, padded on the left."""
 
     cache_class = "BatchKVCache"
+    joint = False
 
     def adopt(self, cache, width, capacity):
         rows = slice(cache.left_padding.item(), cache._idx)

@@ -82,6 +82,10 @@ class RotatingAdapter(KVAdapter):
     def of(cls, cache, width):
         return cls(cache.max_size - cache.keep, cache.keep, width)
 
+    @property
+    def joint(self):
+        return not self.keep  # or a prompt depends on how it is cut
+
     def adopt(self, cache, width, capacity):
         return tuple(
             self._spread(cache._temporal_order(x), cache.offset, capacity)
@@ -130,6 +134,10 @@ class RotatingAdapter(KVAdapter):
         # A later write into these slots must not reach the mark.
         return tuple(x if not isinstance(x, mx.array) else x[:] for x in cache.state)
 
+    def take_row(self, cache, row, length, into):
+        super().take_row(cache, row, length, into)
+        into._idx = length
+
     def mark_step(self, cache):
         return cache.offset
 
@@ -165,6 +173,7 @@ class ChunkedAdapter(RotatingAdapter):
     """Keys and values of the newest chunk. Leaves: as in ``RotatingView``."""
 
     cache_class = "ChunkedKVCache"
+    joint = False
 
     @classmethod
     def of(cls, cache, width):
@@ -196,6 +205,7 @@ class BatchRotatingAdapter(RotatingAdapter):
     """As ``RotatingAdapter``, for a batch cache of one row, padded on the left."""
 
     cache_class = "BatchRotatingKVCache"
+    joint = False
 
     @classmethod
     def of(cls, cache, width):

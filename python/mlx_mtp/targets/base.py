@@ -49,6 +49,8 @@ class Target(Protocol):
         output (optional): The layer that makes ``logits``, a linear layer or an
             embedding, for drafts from a part of the vocabulary.
         step (optional): ``prefill`` of one row of one stream, made faster.
+        projects (optional): Whether ``logits(out.hidden)`` are ``out.logits``, so that
+            those of a few rows can be had alone.
     """
 
     vocab_size: int

@@ -16,6 +16,8 @@ class Gemma4Target(GenericTarget):
     of its own.
     """
 
+    projects = True
+
     def __init__(self, model):
         super().__init__(model)
         self.text = getattr(model, "language_model", model)
