@@ -7,7 +7,9 @@ narrow untrained Qwen3.5 models, by the compiled call and by running the Python 
 the round. The Gated DeltaNet recurrence is one node, as on a GPU.
 
 Graph: the same for one round of the demo model, depth 3, part by part, with the nodes
-of each part. ``tree`` is a compiled call that does nothing to such a state.
+of each part. ``tree`` is a compiled call that does nothing to such a state. These calls
+follow each other closely. ``paused`` is the whole one 10 ms after the last, as long as
+a round takes: by then the processor's caches may hold other things.
 
 Loop: where the calling thread's CPU time goes in streams of the demo model, depth 3,
 microseconds a round: ``build``, the graph of the next round; ``submit``, MLX's walk
@@ -15,7 +17,8 @@ over it to its kernels, which any program has that runs this model; ``wait``, th
 of the last round; ``python``, the loop itself. ``loop`` is all but ``submit``. Kernels
 are not in it: they run on MLX's thread. ``python_parts`` splits ``python``, one
 function a pass: ``read`` a round, with the counters; ``take`` its tokens; ``hand_over``
-it to MLX; the rest is the loop and the caller.
+it to MLX; the rest is the loop and the caller. ``bare`` is the loop alone, around one
+round that is there already, again and again.
 
 Capacity: time and extra peak memory of rounds whose attention reads the first 256
 slots, in key and value buffers of 256 to 65,536 slots. Both must not grow.
@@ -27,13 +30,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from io import StringIO
-from time import perf_counter, thread_time
+from time import perf_counter, sleep, thread_time
 
 import common
 from common import median, spread
 
 DEPTH = 3
 LOOP_BAR_US = 400
+PAUSE = 0.01  # seconds
 BARS_US = {16: 700, 48: 2000}  # compiled, by layers
 
 
@@ -168,8 +172,20 @@ def graph_row(sampled: bool, calls: int) -> dict:
         "sampled": sampled,
         "depth": DEPTH,
         "us": {part: 1e6 * median(values) for part, values in seconds.items()},
+        "paused_us": paused_us(arms["whole"], calls // 5),
         "nodes": {part: count_nodes(call()) for part, call in arms.items()},
     }
+
+
+def paused_us(call, calls: int) -> float:
+    seconds = []
+    for _ in range(calls):
+        sleep(PAUSE)
+        begin = thread_time()
+        result = call()
+        seconds.append(thread_time() - begin)
+        del result  # freeing it is not counted
+    return 1e6 * median(seconds)
 
 
 def count_nodes(arrays) -> int:
@@ -208,6 +224,7 @@ def loop_row(streams: int) -> dict:
         "bar_us": LOOP_BAR_US,
         "us_a_round": us,
         "python_parts": found,
+        "bare_us": median(_bare_loop(subject, prompt) for _ in range(streams)),
         "spread": spread(parts["loop"]),
     }
 
@@ -238,6 +255,35 @@ def _loop_parts(
             if turn:  # the first compiles
                 parts.setdefault(part, []).append(1e6 * value / rounds)
     return parts
+
+
+def _bare_loop(subject, prompt) -> float:
+    """Microseconds a round of the loop where graphs and evaluation cost nothing."""
+    import mlx.core as mx
+
+    from mlx_mtp.round import Round
+
+    call, async_eval, found = Round.__call__, mx.async_eval, []
+
+    def same(round_, state, attended):
+        if not found:
+            state, result = call(round_, state, attended)
+            mx.eval(state, result)
+            full = mx.array([[DEPTH] * 2 + [5] * (DEPTH + 1)])  # all accepted
+            found.extend((state, result._replace(counts=full)))
+        return dict(found[0]), found[1]
+
+    Round.__call__, mx.async_eval = same, lambda *arrays: None
+    try:
+        steps = subject.decoder(DEPTH).stream(prompt, max_tokens=2000)
+        for _ in range(2 + DEPTH):
+            next(steps)
+        begin = thread_time()
+        for _ in steps:
+            pass
+        return 1e6 * (thread_time() - begin) / steps.telemetry.rounds
+    finally:
+        Round.__call__, mx.async_eval = call, async_eval
 
 
 @contextmanager
@@ -329,14 +375,18 @@ def show_graph(row: dict) -> None:
     parts = ", ".join(
         f"{part} {row['us'][part]:.0f} ({row['nodes'][part]})" for part in row["us"]
     )
-    print(f"graph, {'sampled' if row['sampled'] else 'greedy'}, us (nodes): {parts}")
+    way = "sampled" if row["sampled"] else "greedy"
+    print(f"graph, {way}, us (nodes): {parts}, paused {row['paused_us']:.0f}")
 
 
 def show_loop(row: dict) -> None:
     for title in ("us_a_round", "python_parts"):
         parts = ", ".join(f"{part} {us:.0f}" for part, us in row[title].items())
         print(f"loop, {title}: {parts}")
-    print(f"loop: bar {row['bar_us']}, spread {row['spread']:.0%}")
+    print(
+        f"loop: bar {row['bar_us']}, spread {row['spread']:.0%}, bare "
+        f"{row['bare_us']:.0f}"
+    )
 
 
 def show_capacity(row: dict) -> None:
