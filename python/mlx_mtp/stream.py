@@ -342,7 +342,7 @@ class Stream:
                     raise self._unusable(self._cached - 1)
                 self._count_plain()
                 last = self._cut([value])[1]
-                step = self._take(value, False, partial(decided_row, [row], 0))
+                step = self._take(value, False, row)
             except BaseException:
                 del self._loose[before:]
                 for (adapter, cache), mark in zip(self._parts, marks, strict=True):
@@ -662,27 +662,27 @@ class Stream:
         self._loose.append((token, out.hidden))
         return out.logits
 
-    def _draw(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """The token behind logits, ``(1,)``, -1 if there is none; and its row."""
+    def _draw(self, logits: mx.array) -> tuple[mx.array, Callable[[], mx.array]]:
+        """The token behind logits, ``(1,)``, -1 if there is none, and its row."""
         position = mx.array([self._cached], mx.int32)
         proposal = self._round.no_drafts(self._keys, position)
         self._keys = proposal.keys
         if not self._host_decides:
-            state, masks, row = {"params": self._params}, None, logits[0]
+            state, masks = {"params": self._params}, None
             if self._masks:
                 vocab = self._target.vocab_size
                 masks = mx.array(block_masks(self._controller, [], vocab))
-                row = apply_mask(masks[0, 0], row)
             tokens, _, _ = self._round.accept(state, proposal, logits, masks)
-            return tokens[:, 0], row
+            return tokens[:, 0], partial(masked_row, logits, masks, 0)
         self._merge()
         history = self._turn.tokens[self._earlier :]
         decision = self._shaper.decide(
             history, logits, None, proposal.uniforms, self._free
         )
         if decision.accepted < 0:
-            return mx.array([-1]), logits[0]
-        return mx.array(decision.tokens, mx.int32), decision.logits[0]
+            return mx.array([-1]), partial(masked_row, logits, None, 0)
+        row = partial(decided_row, decision.logits, 0)
+        return mx.array(decision.tokens, mx.int32), row
 
     def _merge(self) -> None:
         """Puts the tokens of plain steps into the turn."""
