@@ -94,6 +94,8 @@ def test_only_outer_modules_import_mlx_lm_and_only_ops_the_extension():
         for name in imports(file):
             if name.split(".")[0] == "mlx_lm":
                 assert home(file) in TAKES_MLX_LM, f"{file} imports {name}"
+            if name.split(".")[0] == "mlx_vlm":
+                assert home(file) in ("targets", "loading"), f"{file} imports {name}"
             if name.startswith("mlx_mtp._ext"):
                 assert home(file) == "ops", f"{file} imports {name}"
 

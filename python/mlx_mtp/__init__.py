@@ -9,6 +9,7 @@ from importlib import import_module
 _HOME = {
     "load": ".loading",
     "load_drafter": ".loading",
+    "load_vision": ".loading",
     "generate": ".generation",
     "stream_generate": ".generation",
     "make_sampler": ".generation",
@@ -23,6 +24,7 @@ _HOME = {
     "BatchIterator": ".batch",
     "Scheduler": ".scheduler",
     "as_target": ".targets",
+    "VisionPrompt": ".targets",
     "register_family": ".targets",
     "SamplingParams": ".sampling",
     "Telemetry": ".telemetry",
@@ -33,6 +35,7 @@ _HOME = {
     "Gemma4AssistantDrafter": ".drafters",
     "MTPHeadDrafter": ".drafters",
     "NGramDrafter": ".drafters",
+    "VisionHeadDrafter": ".drafters",
     "draft_vocabulary": ".drafters",
     "sample": ".ops",
     "verify_coupled": ".ops",

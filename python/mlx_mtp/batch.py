@@ -77,9 +77,9 @@ class Row(Stream):
             self.prompts = None
         return super()._prefill(apart=0 if self.prompts else 1)
 
-    def _read_rows(self, tokens):
+    def _read_rows(self, tokens, part):
         if self.prompts is None:
-            return super()._read_rows(tokens)
+            return super()._read_rows(tokens, part)
         (prompts, row), self.prompts = self.prompts, None
         return prompts.take(row, self._caches)
 
@@ -440,7 +440,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
             for i, row in enumerate(rows):
                 row.prompts = joint, i
 
-    def _make(self, depth, find_round, pace, prompt, caches, *args, **options):
+    def _make(self, depth, find_round, pace, prompt, images, caches, *args, **options):
         """A row, or a stream of its own where it cannot be one."""
         reason, deepest = self._alone, self.width - 1
         if options["quantisation"] is not None:
@@ -452,11 +452,11 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         ):
             reason = "caches of another class"
         if reason is None:
-            row = self, depth or deepest, find_round, prompt, caches
+            row = self, depth or deepest, find_round, prompt, images, caches
             return Row(*row, *args, **options)
         if depth is not None:
             pace = FixedDepth(depth)
-        stream = Stream(find_round, pace, prompt, caches, *args, **options)
+        stream = Stream(find_round, pace, prompt, images, caches, *args, **options)
         stream.telemetry.fallback = f"beside the batch: {reason}"
         return stream
 

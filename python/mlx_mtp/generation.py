@@ -21,7 +21,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .drafters import Drafter, MTPHeadDrafter
+from .adaptive import FixedDepth
+from .drafters import Drafter, NGramDrafter, head_drafter
 from .grammar import Grammar
 from .memory import MemoryPolicy
 from .ops import sample, verify_coupled
@@ -36,8 +37,8 @@ from .speculative import (
 )
 from .state import UnsupportedCache, cached_tokens
 from .stops import StopStrings
-from .stream import refuse_taken
-from .targets import as_target
+from .stream import Stream, refuse_taken
+from .targets import VisionPrompt, as_target, reads_images
 from .telemetry import Telemetry
 from .thinking import (
     ControllerProcessor,
@@ -199,7 +200,7 @@ def make_sampler(
 def stream_generate(
     model,
     tokenizer,
-    prompt: str | mx.array | Sequence[int],
+    prompt: str | mx.array | Sequence[int] | VisionPrompt,
     max_tokens: int = 256,
     draft_model=None,
     stream=generation_stream,
@@ -218,6 +219,9 @@ def stream_generate(
     the same tokens (up to near-ties that a wider forward may round otherwise).
 
     Args:
+        model: A model of ``mlx_lm``; or one of ``mlx_vlm``, whose prompts are a
+            ``VisionPrompt`` or text, and which decodes by this package's loop alone.
+        tokenizer: The model's, or its processor.
         mtp: ``None`` is ``mlx_lm`` itself; ``"auto"`` uses the model's MTP head if it
             has one; an int is the depth for that head; a ``Drafter`` drafts at depth
             ``num_draft_tokens``; a ``SpeculativeDecoder`` is used as it is.
@@ -258,9 +262,9 @@ def stream_generate(
         MemoryBudgetExceeded: The policy forbids to go on.
     """
     check_limits(max_tokens, kwargs.get("prefill_step_size", 2048))
-    if not isinstance(tokenizer, TokenizerWrapper):
-        tokenizer = TokenizerWrapper(tokenizer)
-    prompt = _encode(tokenizer, prompt)
+    tokenizer = _wrapped(tokenizer, model)
+    images = prompt if isinstance(prompt, VisionPrompt) else None
+    prompt = _encode(tokenizer, prompt) if images is None else images.tokens
     controller = _controller(
         model, tokenizer, prompt, thinking_budget, grammar, max_tokens
     )
@@ -268,6 +272,7 @@ def stream_generate(
         model,
         tokenizer,
         prompt,
+        images,
         max_tokens,
         draft_model,
         stream,
@@ -278,6 +283,7 @@ def stream_generate(
     )
     if draft_model is not None:
         _check_draft_model(request, "thinking_budget" if grammar is None else "grammar")
+    _check_images(request)
     check_seed(seed)
     stops = None if stop is None else StopStrings(stop)
     responses = _responses(request, mtp)
@@ -325,6 +331,7 @@ class _Request:
     model: Any
     tokenizer: TokenizerWrapper
     prompt: mx.array
+    images: VisionPrompt | None
     max_tokens: int
     draft_model: Any
     stream: mx.Stream
@@ -344,7 +351,7 @@ class _Decoders:
     def __init__(self, model):
         self.target = as_target(model)
         self.of = head = getattr(model, "mtp_head", None)
-        self.head = head and MTPHeadDrafter(head.head, self.target)
+        self.head = head and head_drafter(head.head, self.target)
         self.made: dict[tuple, SpeculativeDecoder] = {}
 
     def get(self, drafter: Drafter, depth: Depth) -> SpeculativeDecoder:
@@ -402,6 +409,17 @@ def _check_draft_model(request: _Request, controlled_by: str) -> None:
         raise ValueError("A coupled sampler does not work with draft_model.")
 
 
+def _check_images(request: _Request) -> None:
+    """Raises ValueError for images and options that a model does not take."""
+    if not reads_images(request.model):
+        if request.images is not None:
+            kind = type(request.model).__module__
+            raise ValueError(f"prompt has images, but a model of {kind} takes none.")
+        return
+    if (reason := _plain_reason(request)) is not None:
+        raise ValueError(f"A model of mlx_vlm is decoded here alone: {reason}.")
+
+
 def _responses(request: _Request, mtp: MTP) -> Iterator[Response]:
     """The responses of our loop, or of ``mlx_lm``'s where that has to decode."""
     steps, reason = (None, None) if mtp is None else _speculate(request, mtp)
@@ -409,6 +427,9 @@ def _responses(request: _Request, mtp: MTP) -> Iterator[Response]:
         steps is None or "sampler" in drawing(request.sampler)
     ):
         mx.random.seed(request.seed)
+    if steps is None and reads_images(request.model):
+        steps = _open(request, _plain_decoder(request.model), _make=_plain_stream)
+        steps.telemetry.fallback = reason
     if steps is not None:
         return _respond(request, steps)
     return _plain(request, None if mtp is None else Telemetry(fallback=reason))
@@ -430,6 +451,18 @@ def _speculate(
         return _open(request, decoder), None
     except UnsupportedCache as error:
         return None, str(error)
+
+
+def _plain_decoder(model) -> SpeculativeDecoder:
+    """For models that ``mlx_lm`` cannot run; it never drafts."""
+    if (decoder := getattr(model, "mtp_plain", None)) is None:
+        decoder = SpeculativeDecoder(as_target(model), NGramDrafter(), 1)
+        model.mtp_plain = decoder
+    return decoder
+
+
+def _plain_stream(find_round, pace, *args, **options) -> Stream:
+    return Stream(find_round, FixedDepth(0), *args, **options)
 
 
 def memory_policy(model, memory: MemoryPolicy | None) -> MemoryPolicy | None:
@@ -482,7 +515,9 @@ def drawing(sampler) -> dict:
     return {"sampler": sampler}
 
 
-def _open(request: _Request, decoder: SpeculativeDecoder) -> SpeculativeIterator:
+def _open(
+    request: _Request, decoder: SpeculativeDecoder, **more
+) -> SpeculativeIterator:
     options = request.options
     known = {
         "sampler",
@@ -502,10 +537,10 @@ def _open(request: _Request, decoder: SpeculativeDecoder) -> SpeculativeIterator
             f"stream_generate() got an unexpected keyword argument {unknown[0]!r}"
         )
     caches, size = options.get("prompt_cache"), options.get("max_kv_size")
-    if caches is None and size is not None:
+    if caches is None and size is not None and not reads_images(request.model):
         caches = make_prompt_cache(request.model, size)
     return decoder.stream(
-        request.prompt,
+        request.images or request.prompt,
         max_tokens=request.max_tokens,
         **drawing(request.sampler),
         processors=options.get("logits_processors") or (),
@@ -521,6 +556,7 @@ def _open(request: _Request, decoder: SpeculativeDecoder) -> SpeculativeIterator
         quantized_kv_start=options.get(
             "quantized_kv_start", DEFAULT_QUANTIZED_KV_START
         ),
+        **more,
     )
 
 
@@ -609,6 +645,16 @@ def _plain(request: _Request, telemetry: Telemetry | None) -> Iterator[Response]
         if telemetry is not None:
             telemetry.emitted += 1
         yield Response(**{name: getattr(r, name) for name in names}, mtp=telemetry)
+
+
+def _wrapped(tokenizer, model) -> TokenizerWrapper:
+    """A tokenizer, or that of a processor, with the stops of the model's config."""
+    if isinstance(tokenizer, TokenizerWrapper):
+        return tokenizer
+    stops = model.config.eos_token_id if reads_images(model) else None
+    stops = [stops] if isinstance(stops, int) else stops
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    return TokenizerWrapper(tokenizer, eos_token_ids=stops)
 
 
 def _encode(tokenizer, prompt) -> mx.array:

@@ -22,6 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm import utils as lm_utils
 from mlx_lm.models.base import create_causal_mask
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .drafters import (
     AssistantConfig,
@@ -30,7 +31,7 @@ from .drafters import (
     Gemma4Assistant,
     Gemma4AssistantDrafter,
     MTPHead,
-    MTPHeadDrafter,
+    head_drafter,
 )
 from .heads import HeadSpec, UnsupportedHead
 from .heads.checkpoint import build_head, convert, find_spec, select, text_config
@@ -161,32 +162,112 @@ def load(
     model, config = _load_trunk(
         folder, trunk, model_config, adapter_path, trust_remote_code
     )
-    if dtype is None and mx.default_device() == mx.cpu:
-        dtype = mx.float32
-    if dtype is not None:
-        model.set_dtype(dtype)
-    attach = partial(_load_attached, model, folder, trunk, config, mtp, dtype)
-    reason = None
-    if memory is not None:
-        reason = _over_budget(memory, model, attach(True)[0] if mtp else None)
-    if not lazy:
-        mx.eval(model.parameters())
     tokenizer = _load_tokenizer(
         folder,
         {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})},
         config,
     )
-    head = None
+    _attach(
+        _Checkpoint(model, tokenizer, folder, trunk, config),
+        lazy,
+        mtp=mtp,
+        probe=probe,
+        dtype=dtype,
+        memory=memory,
+    )
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def load_vision(
+    path_or_hf_repo: str | Path,
+    *,
+    lazy: bool = False,
+    revision: str | None = None,
+    mtp: bool | str | Path = True,
+    probe: bool = True,
+    dtype: mx.Dtype | None = None,
+    memory: MemoryPolicy | None = None,
+    **options,
+):
+    """Loads a model that reads images, by ``mlx_vlm``, and its MTP head.
+
+    Args:
+        path_or_hf_repo, lazy, revision, mtp, probe, dtype, memory: As in ``load``.
+        options: The other arguments of ``mlx_vlm.load``.
+
+    Returns:
+        ``(model, processor)``, as ``mlx_vlm.load`` gives them, with ``model.mtp_head``.
+
+    Raises:
+        ImportError: ``mlx_vlm`` is missing.
+        UnsupportedHead: There is no target for images of this model type.
+        FileNotFoundError, ValueError, MemoryBudgetExceeded: As in ``load``.
+
+    Example:
+        >>> model, processor = load_vision("Qwen3.5-4B")
+        >>> inputs = mlx_vlm.prepare_inputs(processor, ["cat.png"], prompts=text)
+        >>> prompt = VisionPrompt.of(model, **inputs)
+        >>> for response in stream_generate(model, processor, prompt):
+        ...     print(response.text, end="")
+    """
+    try:
+        import mlx_vlm
+    except ImportError as error:
+        raise ImportError(
+            f"load_vision needs mlx-vlm ({error}): pip install 'mlx-mtp[vision]'"
+        ) from error
+    folder = find_model(path_or_hf_repo, revision)
+    _refuse_code(folder, options.get("trust_remote_code", False))
+    trunk, config = _read_trunk(folder), _read_json(folder / "config.json")
+    model, processor = mlx_vlm.load(str(folder), lazy=True, **options)
+    as_target(model)  # a model type without one is refused here
+    tokenizer = TokenizerWrapper(getattr(processor, "tokenizer", processor))
+    _attach(
+        _Checkpoint(model, tokenizer, folder, trunk, config),
+        lazy,
+        mtp=mtp,
+        probe=probe,
+        dtype=dtype,
+        memory=memory,
+    )
+    return model, processor
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """A model whose weights are still unread, and the folder it comes from."""
+
+    model: Any
+    tokenizer: Any
+    folder: Path
+    trunk: list[_Shard]
+    config: dict[str, Any]
+
+
+def _attach(found: _Checkpoint, lazy, *, mtp, probe, dtype, memory) -> None:
+    """Reads the weights, and leaves the head and what belongs to it on the model."""
+    model, folder = found.model, found.folder
+    if dtype is None and mx.default_device() == mx.cpu:
+        dtype = mx.float32
+    if dtype is not None:
+        model.set_dtype(dtype)
+    attach = partial(
+        _load_attached, model, folder, found.trunk, found.config, mtp, dtype
+    )
+    head = reason = None
+    if memory is not None:
+        reason = _over_budget(memory, model, attach(True)[0] if mtp else None)
+    if not lazy:
+        mx.eval(model.parameters())
     if mtp and reason is None:
         head, reason = attach(lazy)
     if mtp and reason is not None:
         reason = reason.rstrip(".")
-        warnings.warn(f"[load] The MTP head is left out: {reason}.", stacklevel=2)
+        warnings.warn(f"[load] The MTP head is left out: {reason}.", stacklevel=3)
     if head is not None and probe and not lazy:
-        head = _probed(model, head, tokenizer)
+        head = _probed(model, head, found.tokenizer)
     model.mtp_head, model.mtp_reason, model.mtp_memory = head, reason, memory
-    model.mtp_never = _encoder(folder, config)
-    return (model, tokenizer, config) if return_config else (model, tokenizer)
+    model.mtp_never = _encoder(folder, found.config)
 
 
 def load_drafter(
@@ -569,7 +650,7 @@ def _load_tokenizer(folder, tokenizer_config, config):
 def _over_budget(memory: MemoryPolicy, model, loaded: LoadedHead | None) -> str | None:
     """Why there is no room for the head, if there is none."""
     target = as_target(model)
-    drafter = loaded and MTPHeadDrafter(loaded.head, target)
+    drafter = loaded and head_drafter(loaded.head, target)
     plan = partial(
         Footprint(target, drafter).plan,
         bucket(memory.context),
@@ -834,7 +915,7 @@ def _probed(model, loaded: LoadedHead, tokenizer) -> LoadedHead:
             f"{PROBE_BAR:.0%}), so drafting with it will only cost time. Check that it "
             "was made for this model and that its norm gains are stored as its "
             "metadata or the trunk's layout says (norm_offset).",
-            stacklevel=3,
+            stacklevel=4,
         )
     return replace(loaded, agreement=agreement)
 

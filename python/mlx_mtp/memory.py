@@ -377,7 +377,8 @@ def _over(what: str, plan: MemoryPlan, budget: int) -> str:
 
 
 def _config(target) -> dict[str, Any]:
-    args = getattr(getattr(target, "model", None), "args", None)
+    model = getattr(target, "model", None)
+    args = getattr(model, "args", None) or getattr(model, "config", None)
     config = getattr(args, "text_config", None) or args
     if config is None:
         return {}

@@ -22,6 +22,7 @@ from .sampling import SamplingParams, stream_key
 from .shaping import Controller, Processor, RowShaper, Sampler
 from .state import classify
 from .stream import Quantisation, Step, Stream, Turn, UnusableLogits, refuse_taken
+from .targets.vision_prompt import VisionPrompt
 from .turns import load_turn, save_turn
 
 __all__ = [
@@ -92,7 +93,7 @@ class SpeculativeDecoder:
 
     def stream(
         self,
-        prompt: mx.array | Sequence[int],
+        prompt: mx.array | Sequence[int] | VisionPrompt,
         *,
         max_tokens: int = 256,
         params: SamplingParams | None = None,
@@ -118,7 +119,7 @@ class SpeculativeDecoder:
         token or reaches ``max_tokens`` ends there.
 
         Args:
-            prompt: ``(P,)`` token ids, at least one.
+            prompt: ``(P,)`` token ids, at least one; or a ``VisionPrompt``.
             max_tokens (int): Tokens to emit. -1 is no limit.
             params (SamplingParams, optional): Default greedy.
             draft_params (SamplingParams, optional): The drafts' own distribution;
@@ -166,7 +167,7 @@ class SpeculativeDecoder:
         stream = _make(
             partial(self.round_of, (greedy, coupled and not greedy, *orders)),
             self._pace(greedy, shaper is None and not hasattr(controller, "mask")),
-            _check_prompt(prompt, self.target.vocab_size),
+            *_check_prompt(prompt, self.target),
             caches,
             shaper,
             controller,
@@ -187,7 +188,7 @@ class SpeculativeDecoder:
 
     def feed(
         self,
-        tokens: mx.array | Sequence[int],
+        tokens: mx.array | Sequence[int] | VisionPrompt,
         caches: list[Any],
         *,
         prefill_step_size: int = 2048,
@@ -202,7 +203,7 @@ class SpeculativeDecoder:
         Stream(
             partial(self.round_of, (True, False, *2 * [params.filter_order])),
             FixedDepth(1),
-            _check_prompt(tokens, self.target.vocab_size),
+            *_check_prompt(tokens, self.target),
             caches,
             None,
             None,
@@ -392,7 +393,18 @@ def _make_shaper(processors, sampler, params, controller, seeds) -> RowShaper | 
     return RowShaper(processors, sampler, arguments, controller, seeds)
 
 
-def _check_prompt(prompt, vocab_size: int) -> mx.array:
+def _check_prompt(prompt, target) -> tuple[mx.array, VisionPrompt | None]:
+    """The tokens of a prompt, and the prompt if it has images."""
+    if not isinstance(prompt, VisionPrompt):
+        return _check_tokens(prompt, target.vocab_size), None
+    if not hasattr(target, "read"):
+        raise ValueError(
+            f"prompt has images, but a {type(target).__name__} takes none."
+        )
+    return _check_tokens(prompt.tokens, target.vocab_size), prompt
+
+
+def _check_tokens(prompt, vocab_size: int) -> mx.array:
     prompt = mx.array(prompt)
     if prompt.ndim != 1 or prompt.size == 0:
         raise ValueError(

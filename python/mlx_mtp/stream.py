@@ -21,6 +21,7 @@ from .round import Proposal, Round, RoundState, StepDown, drafting
 from .shaping import Controller, Decision, RowShaper, apply_mask, block_masks
 from .state import cached_tokens, newest
 from .targets import TargetOutput
+from .targets.vision_prompt import PromptPart, VisionPrompt
 from .telemetry import Telemetry
 
 MIN_BUCKET = 256
@@ -160,6 +161,7 @@ class Stream:
         find_round: Callable[[int, list[Any]], Round],
         pace: Pace,
         prompt: mx.array,
+        images: VisionPrompt | None,
         caches: list[Any],
         shaper: RowShaper | None,
         controller: Controller | None,
@@ -179,7 +181,7 @@ class Stream:
         self._find_round, self._pace = find_round, pace
         self._round = find_round(max(pace.depth, 1), caches)
         self._target, self._drafter = self._round.target, self._round.drafter
-        self._prompt, self._caches = prompt, caches
+        self._prompt, self._images, self._caches = prompt, images, caches
         self.prompt_left = prompt.size  # tokens that are not in the caches
         self._quantisation = quantisation
         self._shaper, self._controller = shaper, controller
@@ -513,7 +515,7 @@ class Stream:
         while total - done > apart:
             count = min(self._prefill_step_size, total - done - apart)
             with self.telemetry.phase("prefill"):
-                logits = self._feed(self._prompt[done : done + count])
+                logits = self._feed(*self._piece(done, done + count))
                 mx.clear_cache()
                 done += count
                 self.prompt_left = total - done
@@ -523,11 +525,15 @@ class Stream:
         if not apart:
             return logits
         with self.telemetry.phase("prefill"):
-            logits = self._feed(self._prompt[-1:])
+            logits = self._feed(*self._piece(total - 1, total))
             mx.eval(logits)
             self.prompt_left = 0
             self._progress(total, total)
         return logits
+
+    def _piece(self, start: int, stop: int) -> tuple[mx.array, PromptPart | None]:
+        part = self._images and self._images.part(start, stop)
+        return self._prompt[start:stop], part
 
     def _begin(self, total: int) -> Turn:
         """The turn in front of the prompt, an earlier one's if it left the caches."""
@@ -581,13 +587,13 @@ class Stream:
         """Whether the drafter is given the target's hidden rows."""
         return self._drafter.needs_hidden and self._pace.max_depth > 0
 
-    def _feed(self, tokens: mx.array) -> mx.array:
+    def _feed(self, tokens: mx.array, part: PromptPart | None = None) -> mx.array:
         """Feeds tokens through the caches in one forward; the last row's logits."""
         self._merge()
         marks = [a.mark(c) for a, c in self._parts]
         try:
-            out = self._read_rows(tokens)
-            self._turn, self._unfed = self._extended(tokens, out.hidden), []
+            out = self._read_rows(tokens, part)
+            self._turn, self._unfed = self._extended(tokens, out.hidden, part), []
         except BaseException:
             for (adapter, cache), mark in zip(self._parts, marks, strict=True):
                 adapter.rewind(cache, mark)
@@ -601,11 +607,14 @@ class Stream:
             self._turn = replace(self._turn, draft_state=None)
         return out.logits[:, -1:]
 
-    def _read_rows(self, tokens: mx.array) -> TargetOutput:
+    def _read_rows(self, tokens: mx.array, part: PromptPart | None) -> TargetOutput:
         """A forward of tokens through the caches."""
-        return self._target.prefill(tokens[None], self._caches)
+        images = () if part is None else (part,)
+        return self._target.prefill(tokens[None], self._caches, *images)
 
-    def _extended(self, tokens: mx.array, hidden: mx.array | None) -> Turn:
+    def _extended(
+        self, tokens: mx.array, hidden: mx.array | None, part: PromptPart | None = None
+    ) -> Turn:
         """The turn with ``tokens`` ``(N,)`` behind it and ``hidden`` ``(1, N, H)``."""
         turn = self._turn
         length = turn.length + tokens.size
@@ -618,13 +627,15 @@ class Stream:
         state = turn.draft_state
         if state is not None:
             state = self._try_draft(
-                self._drafted, state, turn.hidden, tokens[None], hidden, length
+                self._drafted, state, turn.hidden, tokens[None], hidden, length, part
             )
         return Turn(length, known, state, hidden[:, -1:])
 
-    def _drafted(self, state, before, tokens, hidden, length):
+    def _drafted(self, state, before, tokens, hidden, length, part):
         """The drafter's state behind tokens; it gets each with the row before it."""
-        rows = hidden[:, :-1]
+        rows, images = hidden[:, :-1], ()
+        if part is not None and getattr(self._drafter, "reads_images", False):
+            images = (part.pairs(skip=int(before is None)),)
         if before is None:
             tokens = tokens[:, 1:]
         else:
@@ -632,7 +643,7 @@ class Stream:
         state = self._reserve(state, length)
         if not tokens.shape[1]:
             return state
-        return self._drafter.prefill(state, tokens, rows, bucket(length))
+        return self._drafter.prefill(state, tokens, rows, bucket(length), *images)
 
     def _try_draft(self, call: Callable, *args):
         """What a call of the drafter gives; None, and a step down, if it fails."""

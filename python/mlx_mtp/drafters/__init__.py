@@ -10,6 +10,7 @@ from .gemma4_assistant import (
 )
 from .mtp_head import MTPHeadDrafter
 from .ngram import NGramDrafter
+from .vision_head import VisionHeadDrafter, head_drafter
 from .vocabulary import draft_vocabulary
 
 __all__ = [
@@ -25,5 +26,7 @@ __all__ = [
     "MTPHead",
     "MTPHeadDrafter",
     "NGramDrafter",
+    "VisionHeadDrafter",
     "draft_vocabulary",
+    "head_drafter",
 ]

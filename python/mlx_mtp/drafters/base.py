@@ -84,6 +84,8 @@ class Drafter(Protocol):
         needs_hidden: Whether it reads the target's hidden rows.
         needs_shared_kv: Whether it attends to the target's keys and values.
         greedy_only: Whether its proposals are points, never draws.
+        reads_images (optional): Whether ``prefill`` takes one argument more for a
+            prompt with images, what ``PromptPart.pairs`` gives.
     """
 
     name: str

@@ -23,9 +23,9 @@ from .vocabulary import VocabularyPart
 class Rows(KVView):
     """Keys and values of one layer, of which the first ``start`` slots are no rows."""
 
-    def __init__(self, keys, values, offset, attended, start=0):
+    def __init__(self, keys, values, offset, attended, start=0, shift=None):
         super().__init__(keys, values, offset, attended)
-        self.start = start
+        self.start, self.shift = start, shift
 
     def make_mask(self, width, return_array=False, window_size=None):
         mask = super().make_mask(width, return_array, window_size)
@@ -67,6 +67,7 @@ class Tail:
 
     def __init__(self, view: Rows, offset: mx.array, committed: mx.array):
         self.batch, self.offset, self.committed = view.batch, offset, committed
+        self.shift = view.shift
         self.keys, self.values = view.prefix(view.attended)
         self.new_keys = self.new_values = None
 
@@ -127,6 +128,7 @@ class MTPHeadDrafter:
     needs_hidden = True
     needs_shared_kv = False
     greedy_only = False
+    reads_images = False
 
     def __init__(self, head: MTPHead, target, vocabulary: Iterable[int] | None = None):
         self.head, self.target, self._part = head, target, None
@@ -143,6 +145,11 @@ class MTPHeadDrafter:
         self._part = VocabularyPart(vocabulary, target.vocab_size, outputs)
 
     def check(self, target):
+        if hasattr(target, "axes") and not self.reads_images:
+            raise DrafterMismatch(
+                f"The positions of a {type(target).__name__} have three axes: use a "
+                "VisionHeadDrafter."
+            )
         config = self.head.config
         for what, ours, theirs in (
             ("hidden size", config.hidden_size, target.hidden_size),
@@ -180,10 +187,10 @@ class MTPHeadDrafter:
         chained = sum(len(self._at(step, depth)) for step in range(1, depth))
         return len(self._chain) + chained
 
-    def prefill(self, state, following, hidden, attended):
+    def prefill(self, state, following, hidden, attended, shift=None, embeds=None):
         _, offset, *carry = state
-        views = self._views(state, attended)
-        outs = self._commit(following, hidden, views, carry)
+        views = self._views(state, attended, shift)
+        outs = self._commit(following, hidden, views, carry, embeds)
         carry = [
             mx.concatenate(pair, axis=1)[:, -1:]  # there may be no rows
             for pair in zip(carry, outs, strict=False)
@@ -199,9 +206,9 @@ class MTPHeadDrafter:
 
         return [tuple(grown(x) for x in pair) for pair in buffers], *rest
 
-    def propose(self, state, context: DraftContext):
+    def propose(self, state, context: DraftContext, shift=None):
         _, offset, *carry = state
-        views = self._views(state, context.attended)
+        views = self._views(state, context.attended, shift)
         outs = self._commit(context.tokens, context.hidden, views, carry)
         newest = mx.maximum(context.count - 1, 0)[:, None, None]
         rows = [mx.take_along_axis(out, newest, axis=1) for out in outs]
@@ -236,18 +243,25 @@ class MTPHeadDrafter:
         heads = len(self._chain)
         return range(min(step, heads - 1), max(min(heads, depth), 1))
 
-    def _commit(self, tokens, hidden, views, carry):
-        """Rows ``(B, T)`` with the target's hidden rows; the outputs of each head."""
+    def _commit(self, tokens, hidden, views, carry, embeds=None):
+        """Rows ``(B, T)`` with the target's hidden rows; the outputs of each head.
+
+        ``embeds`` ``(B, T, H)`` stands for the embeddings of the tokens.
+        """
         tokens, outs = mx.maximum(tokens, 0), []  # unused slots hold -1
         for j, (module, memories) in enumerate(zip(self._chain, views, strict=True)):
             if j:
                 hidden = mx.concatenate([carry[j - 1], outs[-1][:, :-1]], axis=1)
             rows = hidden.reshape(-1, hidden.shape[-1])
-            embedded = module.embed(tokens.reshape(-1), self.target)
+            embedded = (
+                module.embed(tokens.reshape(-1), self.target)
+                if embeds is None
+                else embeds.reshape(rows.shape)
+            )
             outs.append(module(embedded, rows, memories).reshape(hidden.shape))
         return outs
 
-    def _views(self, state, attended):
+    def _views(self, state, attended, shift):
         """One memory a layer, in a list for each head."""
         buffers, offset, *_ = state
         buffers, batch = iter(buffers), offset.shape[0]
@@ -255,7 +269,7 @@ class MTPHeadDrafter:
             [
                 _memory(
                     batch,
-                    [Rows(*next(buffers), offset, attended, j) for _ in shapes],
+                    [Rows(*next(buffers), offset, attended, j, shift) for _ in shapes],
                 )
                 for shapes in layers
             ]

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .rotation import rotated
 from .spec import QWEN, HeadSpec
 
 SLIDES = ("is_sliding", "is_sliding_window")  # as the layers of mlx_lm say it
@@ -87,8 +88,10 @@ class Attention(nn.Module):
         )
         kv_shape = (batch, -1, self.kv_heads, self.head_dim)
         k, v = self.k_proj(x).reshape(kv_shape), self.v_proj(x).reshape(kv_shape)
-        q = self.rope(self.q_norm(q).transpose(0, 2, 1, 3), offset=memory.offset)
-        k = self.rope(self.k_norm(k).transpose(0, 2, 1, 3), offset=memory.offset)
+        q, k = (
+            rotated(self.rope, x.transpose(0, 2, 1, 3), memory)
+            for x in (self.q_norm(q), self.k_norm(k))
+        )
         out = memory.attend(q, k, v.transpose(0, 2, 1, 3), self.scale)
         out = out.transpose(0, 2, 1, 3).reshape(x.shape[0], -1)
         return self.o_proj(out * mx.sigmoid(gate.reshape(out.shape)))

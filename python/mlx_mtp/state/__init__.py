@@ -17,6 +17,7 @@ import mlx.core as mx
 from .base import Adapter, Leaves, Position, UnsupportedCache
 from .compound import ListAdapter, newest
 from .kv import BatchAdapter, ConcatenateAdapter, KVAdapter, KVView, QuantizedAdapter
+from .positions import DeltaAdapter
 from .recurrent import (
     GatedDeltaAdapter,
     GatedDeltaView,
@@ -28,6 +29,7 @@ from .window import BatchRotatingAdapter, ChunkedAdapter, RotatingAdapter
 
 __all__ = [
     "Adapter",
+    "DeltaAdapter",
     "GatedDeltaAdapter",
     "GatedDeltaView",
     "KVAdapter",

@@ -12,12 +12,14 @@ from typing import Any
 from ..heads import Entry, HeadSpec, Registry, UnsupportedHead
 from ..heads.families import HEADS
 from .base import SharedKV, Target, TargetOutput
+from .vision_prompt import PlaceholderMismatch, VisionPrompt
 
 _HOME = {
     "FamilyTarget": ".family",
     "Gemma4Target": ".gemma4",
     "GenericTarget": ".generic",
     "Qwen35Target": ".qwen3_5",
+    "Qwen35VisionTarget": ".qwen3_5_vision",
 }
 
 TARGETS: Registry[Callable[[Any], Target]] = Registry("target")
@@ -27,8 +29,14 @@ def _qwen(model) -> Target:
     return __getattr__("Qwen35Target")(model, HEADS.find(_config(model)))
 
 
+def _qwen_vision(model) -> Target:
+    return __getattr__("Qwen35VisionTarget")(model, HEADS.find(_config(model)))
+
+
 for _type in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
     TARGETS.register(Entry(_type, _qwen, "Qwen35Target"))
+for _type in ("qwen3_5", "qwen3_5_moe"):
+    TARGETS.register(Entry(_type, _qwen_vision, "Qwen35VisionTarget", kind="vision"))
 for _type in ("gemma4", "gemma4_text", "gemma4_unified"):
     TARGETS.register(
         Entry(_type, lambda model: __getattr__("Gemma4Target")(model), "Gemma4Target")
@@ -92,9 +100,17 @@ def as_target(model) -> Target:
     return __getattr__("GenericTarget")(model)
 
 
+def reads_images(model) -> bool:
+    """Whether a model is one of ``mlx_vlm``, which ``mlx_lm`` cannot run."""
+    return _kind(model) == "vision"
+
+
 def takes_heads(model) -> bool:
     """Whether the target adapter gives the hidden rows that an MTP head reads."""
-    return HEADS.find(_config(model), _kind(model)) is not None
+    config, kind = _config(model), _kind(model)
+    if kind == "vision" and TARGETS.find(config, kind) is None:
+        return False
+    return HEADS.find(config, kind) is not None or HEADS.find(config) is not None
 
 
 def _config(model) -> dict[str, Any]:
@@ -103,7 +119,8 @@ def _config(model) -> dict[str, Any]:
     args = args if isinstance(args, dict) else vars(args)
     text = args.get("text_config") or args
     text = text if isinstance(text, dict) else vars(text)
-    return {**text, "model_type": getattr(model, "model_type", None)}
+    model_type = getattr(model, "model_type", None) or args.get("model_type")
+    return {**text, "model_type": model_type}
 
 
 def _kind(model) -> str:
@@ -120,11 +137,15 @@ __all__ = [
     "FamilyTarget",
     "Gemma4Target",
     "GenericTarget",
+    "PlaceholderMismatch",
     "Qwen35Target",
+    "Qwen35VisionTarget",
     "SharedKV",
     "Target",
     "TargetOutput",
+    "VisionPrompt",
     "as_target",
+    "reads_images",
     "register_family",
     "takes_heads",
 ]

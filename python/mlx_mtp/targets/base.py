@@ -46,6 +46,10 @@ class Target(Protocol):
         adapters: One state adapter for each entry of a prompt cache.
         shared_kv (optional): A dict of ``SharedKV`` by kind of attention, for drafters
             that attend to them.
+        axes (optional): ``(D / 2,)``, the axis of an image that each frequency of the
+            rotation turns with. Such a target has a method ``read`` that makes a
+            ``VisionPrompt`` of a processor's outputs, and its ``prefill`` takes a
+            ``PromptPart`` as a third argument.
         output (optional): The layer that makes ``logits``, a linear layer or an
             embedding, for drafts from a part of the vocabulary.
         step (optional): ``prefill`` of one row of one stream, made faster.

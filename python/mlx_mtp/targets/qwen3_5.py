@@ -64,7 +64,7 @@ class Qwen35Target:
         hidden = self.trunk(tokens, cache=caches)
         return TargetOutput(self.logits(hidden), hidden)
 
-    def _by_op(self, tokens, caches):
+    def _by_op(self, tokens, caches, attend=None):
         pairs = list(zip(self.trunk.layers, caches, strict=True))
         if any(layer.is_linear and c.left_padding is not None for layer, c in pairs):
             return self._by_model(tokens, caches)
@@ -72,7 +72,7 @@ class Qwen35Target:
             self._view(layer.linear_attn, c, tokens) if layer.is_linear else c
             for layer, c in pairs
         ]
-        out = self._walk(tokens, views)
+        out = self._walk(tokens, views, attend)
         for (layer, cache), view in zip(pairs, views, strict=True):
             if layer.is_linear:
                 cache[0], cache[1] = view.window_after(), view.after
@@ -90,7 +90,8 @@ class Qwen35Target:
     def forward(self, tokens, views):
         return self._walk(tokens, views)
 
-    def _walk(self, tokens, views):
+    def _walk(self, tokens, views, attend=None):
+        """A forward; ``attend(layer, x, mask, view)`` stands for the attention."""
         batch, width = tokens.shape
         x, mask = self.embed(tokens.reshape(-1)), None  # rows (B * T, H)
         for layer, view in zip(self.trunk.layers, views, strict=True):
@@ -100,7 +101,9 @@ class Qwen35Target:
             else:
                 if mask is None:
                     mask = view.make_mask(width, return_array=False, window_size=None)
-                y = layer.self_attn(y.reshape(batch, width, -1), mask, view)
+                args = y.reshape(batch, width, -1), mask, view
+                net = layer.self_attn
+                y = net(*args) if attend is None else attend(net, *args)
             x = x + y.reshape(x.shape)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         hidden = self.trunk.norm(x)
