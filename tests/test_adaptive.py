@@ -1,7 +1,7 @@
 """Adaptive depth: the tokens stay exact, and the policy finds the depth that pays."""
 
 import random
-from collections import defaultdict
+from statistics import fmean
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +19,7 @@ from mlx_mtp.adaptive import (
     PRIOR,
     Acceptance,
     AdaptiveDepth,
+    BatchCosts,
     BatchDepth,
     Costs,
     FixedDepth,
@@ -344,21 +345,105 @@ def test_acceptance_by_position_forgets_and_counts_missing_drafts():
     assert acceptance.at(0) < 0.06
 
 
+# Of batches. Milliseconds of the demo's rounds on a CPU, as measured: plain ones, and a
+# line for those with drafts.
+
+RECORDED = {1: (6.9, 5.6, 1.3), 8: (15.3, 13.7, 4.3), 32: (59.3, 49.0, 15.0)}
+
+
+def recorded(slots, depth):
+    plain, base, slope = RECORDED[slots]
+    return base + slope * depth if depth else plain
+
+
+class Fixed:
+    def __init__(self, depth):
+        self.depth = depth
+
+    def set_slots(self, slots):
+        pass
+
+    def add_rows(self, accepted, seconds):
+        pass
+
+
+def decode(pace, cost, slots, rate, seed, tokens=100):
+    """Seconds of a batch, and the depths of its rounds."""
+    rng, noise = random.Random(seed), random.Random(seed)
+    left, seconds, depths = [tokens] * slots, 0.0, []
+    while left:
+        pace.set_slots(slots)
+        depth, lengths = pace.depth, lengths_of(rate, len(left), rng.random())
+        accepted = [min(depth, n) for n in lengths]
+        took = cost(slots, depth)
+        pace.add_rows(accepted, took * (1 + abs(noise.gauss(0, 0.05))))
+        left = [n - a - 1 for n, a in zip(left, accepted, strict=True)]
+        left = [n for n in left if n > 0]
+        seconds, depths = seconds + took, [*depths, depth]
+    return seconds, depths
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.8, 0.97])
+@pytest.mark.parametrize("slots", RECORDED)
+def test_a_batch_finds_its_depth_in_a_few_rounds(slots, rate):
+    """A first batch, which knows nothing, and those behind it."""
+    seeds = range(12)
+    fixed = {
+        depth: [decode(Fixed(depth), recorded, slots, rate, s)[0] for s in seeds]
+        for depth in range(9)
+    }
+    best, first, later = min(fixed.values(), key=sum), [], []
+    for seed in seeds:
+        if seed % 3 == 0:
+            costs, acceptance = BatchCosts(), Acceptance()
+        pace = BatchDepth(costs, 8, acceptance)
+        seconds, _ = decode(pace, recorded, slots, rate, seed)
+        (later if seed % 3 else first).append(seconds / best[seed])
+    assert fmean(first) < 1.1
+    assert fmean(later) < 1.05
+
+
+@pytest.mark.parametrize(("slots", "rate"), [(1, 0.97), (8, 0.8), (32, 0.1)])
+def test_the_next_batch_begins_where_the_last_one_ended(slots, rate):
+    costs, acceptance = BatchCosts(), Acceptance()
+    first, second = (
+        decode(BatchDepth(costs, 8, acceptance), recorded, slots, rate, seed)[1]
+        for seed in (1, 2)
+    )
+    assert len(set(first)) > 1
+    assert abs(second[0] - first[-1]) <= 1 and len(set(second)) <= 2
+
+
+def test_guesses_are_a_line_over_the_rows_of_a_round():
+    costs = BatchCosts()
+    ratio = costs[4](3) / costs[4](0)
+    assert ratio == pytest.approx((16 + 16) / (16 + 4))
+    costs[1].add(1, 4.0)  # two rows
+    assert costs[1](3) == pytest.approx(4 * 20 / 18)
+    assert costs[8](0) == pytest.approx(4 * 24 / 18)
+    costs[8].add(0, 7.0)  # eight rows: half a second each, and three of weights
+    assert costs[4](1) == pytest.approx(7.0) and costs[2](4) == pytest.approx(8.0)
+    costs[4].add(1, 14.0)  # twice what was guessed
+    assert costs[4](3) > 20
+    assert BatchCosts({0: 1.0, 2: 2.0})[1](1) == pytest.approx(1.5)
+
+
 def test_wide_batches_go_to_plain_decoding_and_narrow_ones_draft():
     """A round costs 1 for its weights and something for each verified row."""
-    rng, costs = random.Random(0), defaultdict(Costs)
+    rng, costs = random.Random(0), BatchCosts()
     pace = BatchDepth(costs, 6)
     chosen = {}
     for slots, rounds in ((1, 150), (32, 150), (1, 60), (32, 60)):
         depths = []
         for _ in range(rounds):
+            pace.set_slots(slots)
             depth = pace.depth
             accepted = [
                 next((i for i in range(depth) if rng.random() > 0.7), depth)
                 for _ in range(slots)
             ]
             seconds = 1 + 0.1 * slots * (depth + 1) + (0.2 if depth else 0)
-            pace.add_rows(slots, accepted, seconds)
+            pace.add_rows(accepted, seconds)
             depths.append(depth)
         chosen.setdefault(slots, []).append(depths)
     for depths in chosen[1]:

@@ -194,8 +194,11 @@ class Changing:
     def __init__(self):
         self.depth, self.seen = 4, []
 
-    def add_rows(self, slots, accepted, seconds):
-        self.seen.append((slots, self.depth, accepted, seconds))
+    def set_slots(self, slots):
+        pass
+
+    def add_rows(self, accepted, seconds):
+        self.seen.append((self.depth, accepted, seconds))
         self.depth = (3, 0, 0, 1, 4, 0, 2)[len(self.seen) % 7]
 
 
@@ -221,7 +224,7 @@ def test_rounds_of_changing_depth_change_no_greedy_or_coupled_row(pools, name):
     assert depths >= {0, 1, 2, 3, 4}
     assert all(
         0 <= max(accepted) <= depth and seconds > 0
-        for _, depth, accepted, seconds in batch._pace.seen
+        for depth, accepted, seconds in batch._pace.seen
     )
 
 
@@ -233,7 +236,7 @@ def test_an_adaptive_batch_measures_its_slots(llama):
     for i, id_ in enumerate(ids):
         expected = plain_tokens(llama, prompt(i, 128), 60)
         assert [step.token for step in steps[id_]] == expected
-    assert 0 in decoder.batch_costs[4]
+    assert len(decoder.batch_costs[4]) > 1
 
 
 # Ends

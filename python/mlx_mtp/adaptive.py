@@ -9,7 +9,9 @@ ended, so the tokens keep their distribution.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from statistics import fmean
 from typing import Protocol
 
 KEPT = 16  # newest measurements of a cost
@@ -24,6 +26,10 @@ PATIENCE = 3  # rounds in a row
 SETTLE = 2  # rounds of a new depth that do not count: they compile
 PROBE = 4  # rounds with drafts that interrupt plain decoding
 WAIT, MAX_WAIT = 48, 512  # plain tokens in front of such a probe
+TRIAL = 3  # rounds of a batch that tell of a depth, the first one compiles
+AGREE = 2  # rounds of a batch in favour of another
+HOPE = 1.2  # plain rounds are off the line by up to so much: the first draft costs more
+WEIGHTS = 16  # a guess: to read the weights takes as long as so many rows
 
 
 class Pace(Protocol):
@@ -71,9 +77,15 @@ class Costs:
 
     Args:
         known (dict, optional): Seconds by depth, as ``mlx-mtp tune`` measured them.
+        guess (callable, optional): ``guess(depth)``, where less than two are known.
     """
 
-    def __init__(self, known: Mapping[int, float] | None = None):
+    def __init__(
+        self,
+        known: Mapping[int, float] | None = None,
+        guess: Callable[[int], float] | None = None,
+    ):
+        self._guess = guess
         self._seconds: dict[int, deque[float]] = {}
         self._age: dict[int, int] = {}  # of the newest, in rounds of other depths
         for depth, seconds in (known or {}).items():
@@ -97,6 +109,12 @@ class Costs:
     def __contains__(self, depth: int) -> bool:
         return depth in self._seconds
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._seconds)
+
+    def __len__(self) -> int:
+        return len(self._seconds)
+
     def __call__(self, depth: int) -> float:
         # Plain decoding is off the line, and a probe of it is long.
         if self._fresh(depth) or (depth == 0 and depth in self):
@@ -113,7 +131,9 @@ class Costs:
         near = sorted(known, key=lambda d: (d == 0, abs(d - depth)))[:2]
         values = [self._quartile(d) for d in near]
         if not near:
-            return 1.0
+            return 1.0 if self._guess is None else self._guess(depth)
+        if len(near) == 1 and self._guess is not None:
+            return values[0] * self._guess(depth) / self._guess(near[0])
         if len(near) == 1:
             return values[0] * (1 + 0.1 * (depth - near[0]) / (1 + near[0]))
         slope = max((values[1] - values[0]) / (near[1] - near[0]), 0.0)
@@ -131,13 +151,14 @@ class Acceptance:
         self._reached: list[float] = []
         self._accepted: list[float] = []
 
-    def add(self, depth: int, accepted: int) -> None:
-        """Takes a round. A slot without a draft counts as one that was rejected."""
+    def add(self, depth: int, accepted: int, share: float = 1.0) -> None:
+        """Takes a round, or that of a row that is this share of one. A slot without a
+        draft counts as one that was rejected."""
         reached = min(depth, accepted + 1)
         for counts, n in ((self._reached, reached), (self._accepted, accepted)):
             counts.extend([0.0] * (depth - len(counts)))
             for i, count in enumerate(counts):
-                counts[i] = FORGET * count + (i < n)
+                counts[i] = FORGET**share * count + (i < n)
 
     def fade(self, share: float) -> None:
         """Makes what is known count less."""
@@ -185,8 +206,7 @@ class AdaptiveDepth:
         self.costs, self.acceptance = costs, acceptance or Acceptance()
         self.acceptance.fade(ANOTHER_TEXT)
         self.max_depth, self.min_depth = max_depth, min_depth
-        # The cost of plain decoding comes first: everything is compared with it.
-        self.depth = min_depth if min_depth not in costs else self._best()
+        self.depth = self._first()
         self._rounds = self._better = 0  # at this depth; of those in favour of another
         self._known = self.depth in costs  # whether its cost was
         self._wait = WAIT
@@ -228,6 +248,10 @@ class AdaptiveDepth:
         elif self._rounds > 4 * PROBE:
             self._wait = WAIT  # drafts pay here
 
+    def _first(self) -> int:
+        # The cost of plain decoding comes first: everything is compared with it.
+        return self.min_depth if self.min_depth not in self.costs else self._best()
+
     @property
     def _measured(self) -> bool:
         """Whether a round with drafts was ever measured."""
@@ -245,29 +269,102 @@ class AdaptiveDepth:
         self._known = depth in self.costs
 
 
+class BatchCosts:
+    """``Costs`` by the number of slots of a batch. What was not measured with one is
+    guessed from the others, by a line over the rows that a round verifies.
+
+    Args:
+        known (dict, optional): Seconds by depth of rounds with one slot.
+    """
+
+    def __init__(self, known: Mapping[int, float] | None = None):
+        self._by_slots = {1: Costs(known, partial(self._guess, 1))}
+
+    def __getitem__(self, slots: int) -> Costs:
+        if slots not in self._by_slots:
+            self._by_slots[slots] = Costs(guess=partial(self._guess, slots))
+        return self._by_slots[slots]
+
+    def _guess(self, slots: int, depth: int) -> float:
+        """Seconds, or in a unit of its own if nothing was measured."""
+        points = [
+            (n * (known + 1), costs(known))
+            for n, costs in self._by_slots.items()
+            for known in costs
+        ]
+        rows = slots * (depth + 1)
+        if len({x for x, _ in points}) < 2:
+            x, y = points[0] if points else (slots, 1.0)
+            return y * (WEIGHTS + rows) / (WEIGHTS + x)
+        x, y = (fmean(values) for values in zip(*points, strict=True))
+        slope = sum((a - x) * (b - y) for a, b in points)
+        slope /= sum((a - x) ** 2 for a, _ in points)
+        return y + min(max(slope, 0.0), y / x) * (rows - x)
+
+
 class BatchDepth(AdaptiveDepth):
     """The depth of the rounds of a batch, with costs for each number of its slots.
 
     The more rows, the less of a round is reading weights, and the dearer are drafts
-    that are rejected: a wide batch may be fastest without any.
+    that are rejected: a wide batch may be fastest without any. It begins with the depth
+    that is best by what is known of other batches, and tries one that may be better for
+    a few rounds.
 
     Args:
-        costs: ``Costs`` by number of slots; kept up to date.
+        costs (BatchCosts): Kept up to date.
         max_depth (int): The deepest it may choose.
+        acceptance (Acceptance, optional): Of earlier batches; kept up to date.
     """
 
-    def __init__(self, costs: Mapping[int, Costs], max_depth: int):
+    def __init__(
+        self,
+        costs: BatchCosts,
+        max_depth: int,
+        acceptance: Acceptance | None = None,
+    ):
         self._by_slots, self._slots = costs, 1
-        super().__init__(costs[1], max_depth)
+        super().__init__(costs[1], max_depth, 0, acceptance)
 
-    def add_rows(self, slots: int, accepted: Sequence[int], seconds: float) -> None:
-        """Takes one round of a batch: what each of its rows accepted."""
+    def set_slots(self, slots: int) -> None:
+        """The next round has so many."""
         if slots != self._slots:
             self._slots, self.costs = slots, self._by_slots[slots]
-            self._move(self._best() if 0 in self.costs else 0)
-            return
-        *others, last = accepted
+            self._move(self._first())
+
+    def add_rows(self, accepted: Sequence[int], seconds: float) -> None:
+        """Takes one round of a batch: what each of its rows accepted."""
+        self._rounds += 1
         if self.depth:
-            for count in others:
-                self.acceptance.add(self.depth, count)
-        self.add(last, seconds)
+            for count in accepted:
+                self.acceptance.add(self.depth, count, 1 / len(accepted))
+        if self._rounds > 1:
+            self.costs.add(self.depth, seconds)
+        self._choose()
+
+    def _first(self) -> int:
+        """The best by guesses, which may be far off for deep rounds."""
+        best = self._best()
+        return best if len(self.costs) > 1 else min(best, START)
+
+    def _rate(self, depth: int) -> float:
+        rate = super()._rate(depth)
+        return rate if depth or 0 in self.costs else HOPE * rate
+
+    def _choose(self) -> None:
+        if self._rounds < TRIAL:
+            return
+        if len(self.costs) < 2 and self.max_depth:
+            # Two make a line for all others.
+            others = set(range(self.max_depth + 1)) - {self.depth}
+            self._move(max(others, key=self._rate))
+            return
+        if self.depth == 0 and self._rounds % self._wait == 0:
+            self.acceptance.fade(LONG_AGO)  # the texts may be others now
+            self._wait = min(2 * self._wait, MAX_WAIT)
+        best = self._best()
+        gain = self._rate(best) / self._rate(self.depth)
+        self._better = self._better + 1 if gain > GAIN else 0
+        if self._better >= AGREE:
+            self._move(best)
+        elif self.depth and self._rounds > 4 * PROBE:
+            self._wait = WAIT

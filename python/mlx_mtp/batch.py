@@ -294,7 +294,8 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         self._adaptive = decoder.depth == "adaptive"
         if self._adaptive:
             deepest = min(MAX_ADAPTIVE, decoder.drafter.max_depth)
-            self._pace = BatchDepth(decoder.batch_costs, deepest)
+            known = decoder.batch_costs, deepest, decoder.batch_acceptance
+            self._pace = BatchDepth(*known)
         else:
             self._pace = FixedDepth(decoder.depth)
         self.width = self._pace.max_depth + 1
@@ -594,6 +595,8 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         attended = bucket(length + self.width * (1 + unread))
         if attended > self.capacity:
             self._reserve(bucket(2 * attended))
+        if self._adaptive:
+            self._pace.set_slots(len(self._slots))
         depth = min(self.depth, max(row.depth for row in rows.values()))
         round_ = self._round(depth, ways, next(iter(rows.values())))
         given = {i: row.given for i, row in rows.items()} if depth else {}
@@ -696,7 +699,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         before, self._read_at = self._read_at, time.perf_counter()
         if self._adaptive and before and pending.round.depth == self.depth:
             seconds = self._read_at - before
-            self._pace.add_rows(len(self._slots), accepted, seconds)
+            self._pace.add_rows(accepted, seconds)
 
     # Rows that need the host
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from .adaptive import Acceptance, AdaptiveDepth, Costs, FixedDepth, Pace
+from .adaptive import Acceptance, AdaptiveDepth, BatchCosts, Costs, FixedDepth, Pace
 from .drafters import DrafterMismatch
 from .memory import Footprint, MemoryPolicy, Watch
 from .round import Round
@@ -85,7 +85,8 @@ class SpeculativeDecoder:
         drafter.check(target)
         self.target, self.drafter, self.depth = target, drafter, depth
         self._costs: dict[bool, Costs] = defaultdict(lambda: Costs(costs))
-        self.batch_costs: dict[int, Costs] = defaultdict(Costs)  # by slots
+        self.batch_costs = BatchCosts(costs)
+        self.batch_acceptance = Acceptance()
         self._acceptance: dict[bool, Acceptance] = defaultdict(Acceptance)
         self._rounds: dict[tuple, Round] = {}
         self._weights: list[mx.array] = []
