@@ -49,6 +49,8 @@ from mlx_mtp.prompt_cache import (
     save_prompt_cache,
 )
 from mlx_mtp.round import Round
+from mlx_mtp.scheduler import Scheduler
+from mlx_mtp.session import Session
 from mlx_mtp.speculative import SpeculativeDecoder
 from mlx_mtp.state import UnsupportedCache
 from mlx_mtp.targets import (
@@ -65,6 +67,7 @@ PROMPTS = {
     "image in the middle": (5, WIDE, 7),
     "two images": (5, WIDE, 4, TALL, 9),
     "image last": (6, TALL, None),
+    "video": (3, (2, 4, 6), 5),
 }
 DELTAS = {"text": 0, "image first": -5, "image in the middle": -5, "two images": -9}
 COUNT = 40
@@ -484,6 +487,14 @@ def test_rows_with_unlike_distances(tiny, drafter):
     assert batch.row_rounds > batch.rounds
 
 
+def test_requests_of_another_thread(tiny):
+    names = ("two images", "text", "video")
+    decoder = SpeculativeDecoder(tiny.target, tiny.drafter, 3)
+    with Scheduler(decoder) as scheduler:
+        handles = [scheduler.submit(tiny.prompt(n), max_tokens=COUNT) for n in names]
+        assert [list(h) for h in handles] == [tiny.theirs(n) for n in names]
+
+
 # The public way
 
 
@@ -530,6 +541,18 @@ def test_a_model_without_a_head_says_so(loaded):
     assert [r.token for r in rows] == [
         r.token for r in stream_generate(model, processor, "How many?", 8)
     ]
+
+
+def test_a_session_is_text_with_and_without_a_head(loaded):
+    model, processor = loaded
+    for message in ("Hello", "And now?"):
+        replies = []
+        for mtp in ("auto", None):
+            session = Session(model, processor, mtp=mtp, max_tokens=9)
+            session.respond("Hi")
+            reply = session.respond(message)
+            replies.append(reply.reasoning + reply.text)
+        assert replies[0] == replies[1] != ""
 
 
 def test_max_kv_size_changes_nothing(loaded):

@@ -86,9 +86,9 @@ def tiny_vision(seed=2, moe=False, **more):
 
 
 def image_inputs(*parts, seed=1):
-    """What a processor makes of a prompt: numbers are text, tuples are images, and
-    None drops a token."""
-    ids, grids = [], []
+    """What a processor makes of a prompt: numbers are text, tuples are images, or
+    videos if they have several steps of time, and None drops a token."""
+    ids, grids, kind, token = [], [], "image", IMAGE
     for i, part in enumerate(parts):
         if part is None:
             ids.pop()
@@ -96,14 +96,18 @@ def image_inputs(*parts, seed=1):
         if isinstance(part, int):
             ids += random_prompt(part, 100, seed + i)
             continue
-        ids += [START, *[IMAGE] * (int(np.prod(part)) // 4), END]
+        if part[0] > 1:
+            kind, token = "video", VIDEO
+        for _ in range(part[0]):
+            ids += [START, *[token] * (part[1] * part[2] // 4), END]
         grids.append(part)
     inputs = {"input_ids": mx.array([ids])}
     if grids:
         patches = sum(int(np.prod(grid)) for grid in grids)
         key = mx.random.key(seed)
-        inputs["pixel_values"] = mx.random.normal((patches, PATCH), key=key)
-        inputs["image_grid_thw"] = mx.array(grids)
+        pixels = "pixel_values_videos" if kind == "video" else "pixel_values"
+        inputs[pixels] = mx.random.normal((patches, PATCH), key=key)
+        inputs[f"{kind}_grid_thw"] = mx.array(grids)
     return inputs
 
 

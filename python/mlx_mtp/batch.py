@@ -330,7 +330,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         """Adds a request, which begins with the next turn.
 
         Args:
-            prompt: ``(P,)`` token ids, at least one.
+            prompt: ``(P,)`` token ids, at least one; or a ``VisionPrompt``.
             depth (int, optional): Its drafts a round, no more than the batch's.
             options: As in ``SpeculativeDecoder.stream``.
 

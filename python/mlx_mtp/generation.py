@@ -262,7 +262,7 @@ def stream_generate(
         MemoryBudgetExceeded: The policy forbids to go on.
     """
     check_limits(max_tokens, kwargs.get("prefill_step_size", 2048))
-    tokenizer = _wrapped(tokenizer, model)
+    tokenizer = wrapped(tokenizer, model)
     images = prompt if isinstance(prompt, VisionPrompt) else None
     prompt = _encode(tokenizer, prompt) if images is None else images.tokens
     controller = _controller(
@@ -428,7 +428,7 @@ def _responses(request: _Request, mtp: MTP) -> Iterator[Response]:
     ):
         mx.random.seed(request.seed)
     if steps is None and reads_images(request.model):
-        steps = _open(request, _plain_decoder(request.model), _make=_plain_stream)
+        steps = _open(request, plain_decoder(request.model), _make=plain_stream)
         steps.telemetry.fallback = reason
     if steps is not None:
         return _respond(request, steps)
@@ -453,15 +453,16 @@ def _speculate(
         return None, str(error)
 
 
-def _plain_decoder(model) -> SpeculativeDecoder:
-    """For models that ``mlx_lm`` cannot run; it never drafts."""
+def plain_decoder(model) -> SpeculativeDecoder:
+    """For models that ``mlx_lm`` cannot run, with ``plain_stream`` as ``_make``."""
     if (decoder := getattr(model, "mtp_plain", None)) is None:
         decoder = SpeculativeDecoder(as_target(model), NGramDrafter(), 1)
         model.mtp_plain = decoder
     return decoder
 
 
-def _plain_stream(find_round, pace, *args, **options) -> Stream:
+def plain_stream(find_round, pace, *args, **options) -> Stream:
+    """A stream that never drafts."""
     return Stream(find_round, FixedDepth(0), *args, **options)
 
 
@@ -647,7 +648,7 @@ def _plain(request: _Request, telemetry: Telemetry | None) -> Iterator[Response]
         yield Response(**{name: getattr(r, name) for name in names}, mtp=telemetry)
 
 
-def _wrapped(tokenizer, model) -> TokenizerWrapper:
+def wrapped(tokenizer, model) -> TokenizerWrapper:
     """A tokenizer, or that of a processor, with the stops of the model's config."""
     if isinstance(tokenizer, TokenizerWrapper):
         return tokenizer

@@ -14,12 +14,20 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-from .generation import MTP, Depth, bind_sampler, drawing, find_decoder
+from .generation import (
+    MTP,
+    Depth,
+    bind_sampler,
+    drawing,
+    find_decoder,
+    plain_decoder,
+    plain_stream,
+)
 from .memory import MemoryPolicy
 from .shaping import Controller, Processor
 from .speculative import SpeculativeDecoder, Step
 from .state import UnsupportedCache, classify
-from .targets import as_target
+from .targets import as_target, reads_images
 from .thinking import ControllerProcessor
 
 PREFILL_STEP = 2048
@@ -63,6 +71,9 @@ def find_loop(
     decoder = None if mtp is None else find_decoder(model, mtp, depth)
     if decoder is not None and _adapters(decoder.target) is not None:
         return SpeculativeLoop(decoder, sampler, memory)
+    if reads_images(model):
+        plain = plain_decoder(model)
+        return SpeculativeLoop(plain, sampler, memory, _make=plain_stream)
     return PlainLoop(model, sampler)
 
 
@@ -72,8 +83,9 @@ class SpeculativeLoop:
         decoder: SpeculativeDecoder,
         sampler,
         memory: MemoryPolicy | None = None,
+        **more,
     ):
-        self.decoder, self.memory = decoder, memory
+        self.decoder, self.memory, self.more = decoder, memory, more
         self.make_cache = decoder.target.make_cache
         self.feed = partial(decoder.feed, memory=memory)
         self.snapshot = decoder.snapshot
@@ -92,6 +104,7 @@ class SpeculativeLoop:
             seed=seed,
             memory=self.memory,
             **self.drawing,
+            **self.more,
             **options,
         )
 

@@ -195,7 +195,7 @@ class Scheduler:
         """Queues a request.
 
         Args:
-            prompt: ``(P,)`` token ids.
+            prompt: ``(P,)`` token ids, or a ``VisionPrompt``.
             client: Whose it is; clients take turns.
             read (callable): What the handle gives of each step, called by the owner's
                 thread, where its arrays may be used. Default: the token.

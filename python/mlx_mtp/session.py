@@ -18,9 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mlx_lm.generate import generation_stream, wired_limit
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .generation import DEFAULT_DEPTH, MTP, Depth, memory_policy
+from .generation import DEFAULT_DEPTH, MTP, Depth, memory_policy, wrapped
 from .grammar import Grammar, GrammarMatcher, call_grammar, load_vocabulary
 from .loops import Loop, find_loop
 from .memory import MemoryPolicy
@@ -146,8 +145,7 @@ class Session:
         memory: MemoryPolicy | None = None,
         max_tokens: int = 1024,
     ):
-        if not isinstance(tokenizer, TokenizerWrapper):
-            tokenizer = TokenizerWrapper(tokenizer)
+        tokenizer = wrapped(tokenizer, model)
         self._model, self._tokenizer = model, tokenizer
         self._tools = list(tools or ())
         Types(self._tools)  # refuses bad declarations

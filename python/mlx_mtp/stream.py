@@ -522,13 +522,13 @@ class Stream:
                 self._progress(done, total)
             if total - done > apart:
                 yield
-        if not apart:
-            return logits
-        with self.telemetry.phase("prefill"):
-            logits = self._feed(*self._piece(total - 1, total))
-            mx.eval(logits)
-            self.prompt_left = 0
-            self._progress(total, total)
+        if apart:
+            with self.telemetry.phase("prefill"):
+                logits = self._feed(*self._piece(total - 1, total))
+                mx.eval(logits)
+                self.prompt_left = 0
+                self._progress(total, total)
+        self._images = None
         return logits
 
     def _piece(self, start: int, stop: int) -> tuple[mx.array, PromptPart | None]:

@@ -54,7 +54,9 @@ class Qwen35VisionTarget(Qwen35Target):
         out = self.model.get_input_embeddings(ids, pixel_values, **inputs)
         shape = (3, 1, ids.shape[1])
         positions = np.broadcast_to(np.array(out.position_ids), shape)[:, 0]
-        return VisionPrompt(ids[0].astype(mx.int32), out.inputs_embeds, positions)
+        tokens, embeds = ids[0].astype(mx.int32), out.inputs_embeds
+        mx.eval(tokens, embeds)  # the stream may be in another thread
+        return VisionPrompt(tokens, embeds, positions)
 
     def _check_placeholders(self, ids, inputs):
         config = self.model.config

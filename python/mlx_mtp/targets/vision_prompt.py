@@ -50,6 +50,9 @@ class VisionPrompt:
     embeds: mx.array
     positions: np.ndarray
 
+    def __len__(self) -> int:
+        return self.tokens.size
+
     @classmethod
     def of(cls, model, **inputs: Any) -> VisionPrompt:
         """Runs the vision tower of a model over what its processor made of a prompt.
