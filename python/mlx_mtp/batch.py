@@ -65,7 +65,7 @@ class Row(Stream):
     @property
     def prompt_is_new(self) -> bool:
         """Whether its whole prompt can be read at once, into empty caches."""
-        fits = self._prompt.size <= self._prefill_step_size
+        fits = self._prompt.size <= self._prefill_step_size and self._images is None
         return fits and self._turn is None and not cached_tokens(self._caches)
 
     @property
@@ -250,14 +250,14 @@ class BatchIterator(Iterator[list[BatchOutput]]):
     """Decodes many requests together.
 
     Requests may be added and removed between any two turns. A turn reads the round in
-    flight, takes the next piece of one prompt, and starts the next round. Each request
-    has its own parameters, seed, processors, controller, stops and depth, and the
-    tokens that it would have alone; another height of a matrix product may round
-    otherwise, so ties within rounding may fall to another token. One that fails ends
-    alone. An adaptive decoder chooses one depth for the whole batch, round by round;
-    the tokens of a sampled row then depend on time, as those of a stream do. What no
-    batch can have, such as ``kv_bits``, a ``memory`` policy of one request and models
-    that cannot be traced, is decoded in turns beside it.
+    flight, takes pieces of prompts, and starts the next round. Each request has its own
+    parameters, seed, processors, controller, stops and depth, and the tokens that it
+    would have alone; another height of a matrix product may round otherwise, so ties
+    within rounding may fall to another token. One that fails ends alone. An adaptive
+    decoder chooses one depth for the whole batch, round by round; the tokens of a
+    sampled row then depend on time, as those of a stream do. What no batch can have,
+    such as ``kv_bits``, a ``memory`` policy of one request and models that cannot be
+    traced, is decoded in turns beside it.
 
     It belongs to the thread that made it; see ``Scheduler`` for several threads.
 
