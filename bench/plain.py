@@ -22,7 +22,7 @@ def main():
     p = common.parser(__doc__)
     p.add_argument("--pairs", type=int, default=30, help="pairs of streams")
     p.add_argument("--cpu", action="store_true", help="CPU seconds of the process")
-    p.add_argument("--tokens", type=int, default=192, help="tokens of a stream")
+    p.add_argument("--tokens", type=int, default=128, help="tokens of a stream")
     args = p.parse_args()
     header = common.start(args)
     common.show_header(header)
@@ -114,6 +114,7 @@ def measure(args, name: str, ours, theirs) -> dict:
         "ours_tps": args.tokens / common.median(seconds["ours"]),
         "theirs_tps": args.tokens / common.median(seconds["theirs"]),
         "pairs": pairs,
+        "tokens": args.tokens,
     }
     print(", ".join(f"{k} {v:.4g}" if k != "name" else v for k, v in row.items()))
     return row
