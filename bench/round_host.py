@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from io import StringIO
 from time import perf_counter, sleep, thread_time
 
@@ -143,15 +142,14 @@ def graph_row(sampled: bool, calls: int) -> dict:
     import rounds
     from streams import Subject
 
-    from mlx_mtp.round import Proposal
+    from mlx_mtp.round import Proposal, compiled
     from mlx_mtp.sampling import SamplingParams
 
     subject, params = Subject("demo"), SamplingParams(1.0 if sampled else 0.0)
     round_ = rounds.make_round(subject.target, subject.drafter, DEPTH, params)
     prompt = subject.encode("What is 5736 + 4868?")
     state = rounds.begin(round_, prompt, params, 512)
-    draft = mx.compile(partial(round_.draft, attended=256))
-    verify = mx.compile(partial(round_.verify, attended=256))
+    draft, verify = compiled(round_.draft, 256), compiled(round_.verify, 256)
     accept, commit = mx.compile(round_.accept), mx.compile(round_.commit)
     same = mx.compile(lambda state: state)
     proposal = Proposal(*draft(state))

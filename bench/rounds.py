@@ -6,12 +6,11 @@ more than a round takes.
 
 from __future__ import annotations
 
-from functools import partial
 from time import perf_counter
 
 import mlx.core as mx
 
-from mlx_mtp.round import Proposal, Round
+from mlx_mtp.round import Proposal, Round, compiled
 from mlx_mtp.sampling import SamplingParams, stream_key
 from mlx_mtp.stream import bucket
 
@@ -68,8 +67,7 @@ def seconds_by_part(
 ) -> dict[str, list[float]]:
     """Seconds of each part of ``rounds`` rounds after one to warm up; ``build`` is the
     host's time for the graph of a whole round."""
-    draft = mx.compile(partial(round_.draft, attended=attended))
-    verify = mx.compile(partial(round_.verify, attended=attended))
+    draft, verify = (compiled(x, attended) for x in (round_.draft, round_.verify))
     accept, commit = mx.compile(round_.accept), mx.compile(round_.commit)
     clock = _Clock()
     for _ in range(rounds + 1):

@@ -393,14 +393,18 @@ class Round:
     def _call(self, name, function, attended, *args):
         key = (name, attended)
         if key not in self._compiled:
-            traced = partial(_with_constants, function, attended=attended)
-            self._compiled[key] = mx.compile(traced)
+            self._compiled[key] = compiled(function, attended)
         return self._compiled[key](*args)
 
 
-def _with_constants(function, *args, attended):
-    with weights_transposed():
-        return function(*args, attended)
+def compiled(function, attended: int):
+    """A part of a round, compiled for a prefix of this length."""
+
+    def traced(*args):
+        with weights_transposed():
+            return function(*args, attended)
+
+    return mx.compile(traced)
 
 
 def pad_to(x: mx.array, shape: Sequence[int]) -> mx.array:
