@@ -414,6 +414,34 @@ def test_the_next_batch_begins_where_the_last_one_ended(slots, rate):
     assert abs(second[0] - first[-1]) <= 1 and len(set(second)) <= 2
 
 
+def test_plain_rounds_may_be_cheaper_than_the_line_through_the_others():
+    def cost(slots, depth):
+        return 15.0 + 1.5 * depth if depth else 12.0
+
+    _, depths = decode(BatchDepth(BatchCosts(), 8), cost, 2, 0.1, 1)
+    assert depths[0] > 0 and depths[20:].count(0) > 60
+
+
+def test_a_round_that_compiles_is_no_measurement():
+    seen = set()
+
+    def cost(slots, depth):
+        first = depth not in seen
+        seen.add(depth)
+        return recorded(slots, depth) * (50 if first else 1)
+
+    _, depths = decode(BatchDepth(BatchCosts(), 8), cost, 8, 0.8, 1)
+    assert set(depths[12:]) <= {2, 3, 4, 5}
+
+
+def test_a_batch_that_decodes_plainly_tries_drafts_when_its_texts_change():
+    pace = BatchDepth(BatchCosts(), 8)
+    _, depths = decode(pace, recorded, 8, 0.05, 1)
+    assert depths[-20:] == [0] * 20
+    _, depths = decode(pace, recorded, 8, 0.97, 2, tokens=600)
+    assert min(depths[-20:]) > 3
+
+
 def test_guesses_are_a_line_over_the_rows_of_a_round():
     costs = BatchCosts()
     ratio = costs[4](3) / costs[4](0)

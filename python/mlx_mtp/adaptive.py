@@ -26,7 +26,7 @@ PATIENCE = 3  # rounds in a row
 SETTLE = 2  # rounds of a new depth that do not count: they compile
 PROBE = 4  # rounds with drafts that interrupt plain decoding
 WAIT, MAX_WAIT = 48, 512  # plain tokens in front of such a probe
-TRIAL = 3  # rounds of a batch that tell of a depth, the first one compiles
+TRIAL = 3  # rounds of a batch that tell of a depth, though the first one compiles
 AGREE = 2  # rounds of a batch in favour of another
 HOPE = 1.2  # plain rounds are off the line by up to so much: the first draft costs more
 WEIGHTS = 16  # a guess: to read the weights takes as long as so many rows
@@ -337,8 +337,7 @@ class BatchDepth(AdaptiveDepth):
         if self.depth:
             for count in accepted:
                 self.acceptance.add(self.depth, count, 1 / len(accepted))
-        if self._rounds > 1:
-            self.costs.add(self.depth, seconds)
+        self.costs.add(self.depth, seconds)
         self._choose()
 
     def _first(self) -> int:
