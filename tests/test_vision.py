@@ -42,7 +42,7 @@ from mlx_mtp.generation import find_decoder, stream_generate
 from mlx_mtp.heads import UnsupportedHead
 from mlx_mtp.heads.checkpoint import build_head, find_spec
 from mlx_mtp.loading import LoadedHead, load_vision
-from mlx_mtp.memory import MemoryPolicy
+from mlx_mtp.memory import Footprint, MemoryPolicy
 from mlx_mtp.prompt_cache import (
     copy_prompt_cache,
     load_prompt_cache,
@@ -587,6 +587,14 @@ def test_quantised_keys_and_a_memory_policy(loaded):
         for mtp in (None, 3)
     ]
     assert found[0] == found[1]
+
+
+def test_a_plan_knows_the_sizes_of_its_text_part(tiny, qwen):
+    plans = [
+        Footprint(x, NGramDrafter()).plan(512, 3)
+        for x in (tiny.target, as_target(qwen))
+    ]
+    assert plans[0].workspace == plans[1].workspace
 
 
 def test_what_does_not_fit_is_a_named_error(loaded, qwen, monkeypatch):
