@@ -32,11 +32,11 @@ METAL_FUNC float finite_inverse(float inv_t) {
 }
 
 METAL_FUNC Density unusable_density() {
-  return Density{0.0f, 1.0f, -INFINITY, 0.0f, -1, 0, 0.0f, 0, -1};
+  return Density{0.0f, 1.0f, -INFINITY, 0.0f, -1, 0, 1.0f, 0, -1};
 }
 
 METAL_FUNC Density point_density(int id) {
-  return Density{0.0f, INFINITY, -INFINITY, 0.0f, id, 1, 0.0f, 0, -1};
+  return Density{0.0f, INFINITY, -INFINITY, 0.0f, id, 1, 1.0f, 0, -1};
 }
 
 // From the sums of a row over {z >= threshold}.
@@ -46,7 +46,7 @@ METAL_FUNC Density make_density(Partial row, float inv_t, float threshold) {
   }
   Density d = point_density(row.best);
   d.ref = row.max;
-  d.log_sum = metal::log(row.sum);
+  d.sum = row.sum;
   if (inv_t < INFINITY) {
     d.point = -1;
     d.inv_t = inv_t;
@@ -60,10 +60,10 @@ METAL_FUNC bool is_kept(Density d, float z) {
   return z >= d.threshold && z > -INFINITY;
 }
 
-// Of a logit where there is no point.
+// Of a logit where there is no point. That of -inf is 0 by itself.
 METAL_FUNC float spread_probability(Density d, float z) {
-  float p = fast_exp((z - d.ref) * d.inv_t) * d.scale;
-  return is_kept(d, z) ? p : 0.0f;
+  float p = metal::exp2((z - d.ref) * (d.inv_t * LOG2_E)) * d.scale;
+  return z >= d.threshold ? p : 0.0f;
 }
 
 METAL_FUNC float probability(Density d, int id, float z) {
@@ -74,5 +74,5 @@ METAL_FUNC float probability(Density d, int id, float z) {
 }
 
 METAL_FUNC float log_softmax(Density d, float z) {
-  return (z - d.ref) - d.log_sum;
+  return (z - d.ref) - metal::log(d.sum);
 }

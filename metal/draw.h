@@ -39,6 +39,9 @@ METAL_FUNC EightWeights weights8(Weights<T, FILTERED> x, int id) {
       y = load_masked(x.draft, id);
     }
   }
+  // Exact by a power of 2: the differences are those of probabilities.
+  x.p.scale *= UNITS;
+  x.q.scale *= UNITS;
   float p[8];
   for (int i = 0; i < 8; ++i) {
     p[i] = spread_probability(x.p, z.z[i]);
@@ -55,7 +58,7 @@ METAL_FUNC EightWeights weights8(Weights<T, FILTERED> x, int id) {
   EightWeights out;
   out.sum = 0;
   for (int i = 0; i < 8; ++i) {
-    out.w[i] = fixed_point(p[i]);
+    out.w[i] = ulong(p[i]);
     out.sum += out.w[i];
   }
   return out;
@@ -120,17 +123,13 @@ METAL_FUNC Shares sum_groups(
 METAL_FUNC int
 find_in_group(EightWeights w, int id, ulong threshold, uint lane) {
   Pick found = pick(w.sum, simd_prefix(w.sum, lane), threshold);
-  ulong rest = found.rest;
+  ulong sum = 0;
   int last = -1;
+  bool passed = false;
   for (int i = 0; i < 8; ++i) {
-    if (w.w[i] == 0) {
-      continue;
-    }
-    last = id + i;
-    if (w.w[i] > rest) {
-      break;
-    }
-    rest -= w.w[i];
+    sum += w.w[i];
+    last = !passed && w.w[i] > 0 ? id + i : last;
+    passed = passed || sum > found.rest;
   }
   return simd_shuffle(last, ushort(metal::max(found.lane, 0)));
 }
@@ -189,17 +188,8 @@ METAL_FUNC int find_id(
   return *result;
 }
 
-// Weights of the chunks of a row, as stored by an earlier dispatch ...
-struct StoredWeights {
-  const device ulong* sums;
-};
-
-METAL_FUNC ulong chunk_weight(StoredWeights x, int chunk) {
-  return x.sums[chunk];
-}
-
-// ... or from the sums of the chunks. These are rounded, so that a threshold
-// can lie a little behind the end of its chunk.
+// Weights of the chunks of a row from their sums. These are rounded, so that a
+// threshold can lie a little behind the end of its chunk.
 struct PartialWeights {
   const device Partial* partials;
   Density density;
@@ -213,94 +203,177 @@ METAL_FUNC ulong chunk_weight(PartialWeights x, int chunk) {
 }
 
 // The chunk at quantile u and what is left of the threshold there, -1 if all
-// weights are 0.
-template <typename Chunks>
-METAL_FUNC Pick pick_chunk(Chunks x, int chunks, ulong u, uint lane) {
-  int each = (chunks + 31) / 32;
-  int begin = metal::min(int(lane) * each, chunks);
-  int end = metal::min(begin + each, chunks);
-  ulong sum = 0;
-#pragma unroll 2
-  for (int i = begin; i < end; ++i) {
-    sum += chunk_weight(x, i);
-  }
-  ulong prefix = simd_prefix(sum, lane);
-  Pick found = pick(sum, prefix, scale_by(shuffle(prefix, 31), u));
-  if (found.lane < 0) {
-    return Pick{-1, 0ul};
-  }
-  ulong rest = found.rest;
-  int chunk = begin;
+// weights are 0. Every lane sums a share, and the search goes on in one share.
+METAL_FUNC Pick pick_chunk(PartialWeights x, int chunks, ulong u, uint lane) {
+  int begin = 0;
+  int end = chunks;
+  ulong threshold = 0;
 #pragma unroll 1
-  for (int i = begin; i < end; ++i) {
-    ulong w = chunk_weight(x, i);
-    if (w > 0) {
-      chunk = i;
-      if (w > rest) {
-        break;
-      }
-      rest -= w;
+  for (bool first = true; first || end - begin > 1; first = false) {
+    int each = (end - begin + 31) / 32;
+    int mine = metal::min(begin + int(lane) * each, end);
+    int last = metal::min(mine + each, end);
+    ulong sum = 0;
+#pragma unroll 4
+    for (int i = mine; i < last; ++i) {
+      sum += chunk_weight(x, i);
     }
+    ulong prefix = simd_prefix(sum, lane);
+    if (first) {
+      threshold = scale_by(shuffle(prefix, 31), u);
+    }
+    Pick found = pick(sum, prefix, threshold);
+    if (found.lane < 0) {
+      return Pick{-1, 0ul};
+    }
+    begin += found.lane * each;
+    end = metal::min(begin + each, end);
+    threshold = found.rest;
   }
-  uint from = uint(found.lane);
-  return Pick{simd_shuffle(chunk, ushort(from)), shuffle(rest, from)};
+  return Pick{begin, threshold};
 }
 
-// A part of a chunk is what one simdgroup reads at once.
-constant constexpr int PART = 1024; // logits
-
-METAL_FUNC int part_size(int chunk) {
-  return metal::min(chunk, PART);
-}
-
-// The weight of the logits [begin, end), a part.
+// The weight of the logits [begin, end), a part. By one simdgroup, in every
+// lane.
 template <typename T, bool FILTERED>
 METAL_FUNC ulong
 sum_part(Weights<T, FILTERED> x, int begin, int end, uint lane) {
   end = metal::min(end, x.target.size);
   ulong sum = 0;
-#pragma unroll
-  for (int j = 0; j < PART; j += GROUP) {
-    if (begin + j < end) {
-      sum += weights8(x, begin + j + int(lane) * 8).sum;
-    }
+#pragma unroll 2
+  for (int id = begin; id < end; id += GROUP) {
+    sum += weights8(x, id + int(lane) * 8).sum;
   }
   return simd_total(sum);
 }
 
-// The chunks of a row. Where their weights are known only one is read.
-template <typename Weight>
-struct Chunks {
-  Weight weights;
-  int count;
-  int size;
-  bool known;
-};
+// The part at quantile u and what is left of the threshold there, -1 if all
+// weights are 0.
+METAL_FUNC Pick pick_part(
+    const device ulong* weights,
+    int parts,
+    ulong u,
+    threadgroup ulong* sums,
+    threadgroup Pick* result,
+    Team team) {
+  int each = (parts + int(team.threads) - 1) / int(team.threads);
+  int begin = metal::min(int(team.thread_index) * each, parts);
+  int end = metal::min(begin + each, parts);
+  ulong sum = 0;
+#pragma unroll 4
+  for (int i = begin; i < end; ++i) {
+    sum += weights[i];
+  }
+  ulong prefix = simd_prefix(sum, team.lane);
+  if (team.lane == 31) {
+    sums[team.simdgroup] = prefix;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  ulong mine = team.lane < team.simdgroups ? sums[team.lane] : 0ul;
+  ulong all = simd_prefix(mine, team.lane);
+  Pick owner = pick(mine, all, scale_by(shuffle(all, 31), u));
+  if (int(team.simdgroup) == owner.lane) {
+    Pick found = pick(sum, prefix, owner.rest);
+    if (int(team.lane) == found.lane) {
+      int part = begin;
+      while (part + 1 < end && weights[part] <= found.rest) {
+        found.rest -= weights[part];
+        ++part;
+      }
+      *result = Pick{part, found.rest};
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  Pick part = {-1, 0ul};
+  if (owner.lane >= 0) {
+    part = *result;
+  }
+  return part;
+}
 
-// The id at quantile u of all weights, -1 if they are all 0.
-template <typename T, bool FILTERED, typename Weight>
-METAL_FUNC int draw(
+// The id in the part [begin, end) where the running sum passes `threshold`.
+// Each simdgroup reads a group.
+template <typename T, bool FILTERED>
+METAL_FUNC int find_in_part(
     Weights<T, FILTERED> x,
-    Chunks<Weight> chunks,
+    int begin,
+    int end,
+    ulong threshold,
+    threadgroup ulong* sums,
+    threadgroup int* result,
+    Team team) {
+  end = metal::min(end, x.target.size);
+  int step = int(team.simdgroups) * GROUP;
+#pragma unroll 1
+  for (int base = begin; base < end; base += step) {
+    int first = base + int(team.simdgroup) * GROUP;
+    int id = first + int(team.lane) * 8;
+    EightWeights w = {};
+    if (first < end) {
+      w = weights8(x, id);
+    }
+    ulong sum = simd_total(w.sum);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (team.lane == 0) {
+      sums[team.simdgroup] = sum;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    ulong mine = team.lane < team.simdgroups ? sums[team.lane] : 0ul;
+    ulong all = simd_prefix(mine, team.lane);
+    ulong total = shuffle(all, 31);
+    if (total > threshold) {
+      Pick owner = pick(mine, all, threshold);
+      if (int(team.simdgroup) == owner.lane) {
+        int found = find_in_group(w, id, owner.rest, team.lane);
+        if (team.lane == 0) {
+          *result = found;
+        }
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      return *result;
+    }
+    threshold -= total;
+  }
+  return -1;
+}
+
+// The id at quantile u of the weights of a row, -1 if they are all 0.
+template <typename T, bool FILTERED>
+METAL_FUNC_SLOW int draw_row(
+    Weights<T, FILTERED> x,
     ulong u,
     threadgroup ulong* sums,
     threadgroup int* result,
     Team team) {
-  int begin = 0;
   int end = (x.target.size + GROUP - 1) / GROUP;
-  ulong threshold = 0;
-  if (chunks.known) {
-    Pick found = pick_chunk(chunks.weights, chunks.count, u, team.lane);
-    begin = metal::max(found.lane, 0) * (chunks.size / GROUP);
-    end = found.lane < 0 ? begin : metal::min(begin + chunks.size / GROUP, end);
-    threshold = found.rest;
+  Shares shares = sum_groups(x, 0, end, sums, team);
+  if (shares.total == 0) {
+    return -1;
   }
+  ulong threshold = scale_by(shares.total, u);
+  return find_id(x, 0, end, threshold, shares, result, team);
+}
+
+// The same where the weights of the chunks are known: only one is read.
+template <typename T, bool FILTERED>
+METAL_FUNC int draw_by_chunks(
+    Weights<T, FILTERED> x,
+    PartialWeights chunks,
+    int count,
+    int size,
+    ulong u,
+    threadgroup ulong* sums,
+    threadgroup int* result,
+    Team team) {
+  Pick found = pick_chunk(chunks, count, u, team.lane);
+  int begin = metal::max(found.lane, 0) * (size / GROUP);
+  int end = (x.target.size + GROUP - 1) / GROUP;
+  end = found.lane < 0 ? begin : metal::min(begin + size / GROUP, end);
   Shares shares = sum_groups(x, begin, end, sums, team);
   if (shares.total == 0) {
     return -1;
   }
-  threshold = chunks.known ? threshold : scale_by(shares.total, u);
-  return find_id(x, begin, end, threshold, shares, result, team);
+  return find_id(x, begin, end, found.rest, shares, result, team);
 }
 
 // The same over candidates in any order, of which every thread has the ids and
@@ -325,6 +398,7 @@ METAL_FUNC int draw_few(
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   ulong total = 0;
+#pragma unroll 4
   for (int j = 0; j < count; ++j) {
     total += weights[j];
   }
@@ -334,6 +408,7 @@ METAL_FUNC int draw_few(
   ulong threshold = metal::min(scale_by(total, u), total - 1ul);
   for (int i = int(team.thread_index); i < count; i += int(team.threads)) {
     ulong before = 0;
+#pragma unroll 4
     for (int j = 0; j < count; ++j) {
       before += ids[j] < ids[i] ? weights[j] : 0ul;
     }

@@ -9,12 +9,14 @@
 constant constexpr ulong TAKE_LAST = ~0ul;
 constant constexpr ulong ONE = 1ul << 60;
 
+constant constexpr float UNITS = 1152921504606846976.0f;
+
 METAL_FUNC ulong fixed_point(float p) {
-  return ulong(p * 1152921504606846976.0f);
+  return ulong(p * UNITS);
 }
 
 METAL_FUNC float from_fixed_point(ulong p) {
-  return float(p) * 8.673617379884035e-19f;
+  return float(p) * (1.0f / UNITS);
 }
 
 // A uniform in [0, 1) in units of 2^-48. The low part counts in units of 2^-24.

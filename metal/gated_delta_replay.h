@@ -1,10 +1,148 @@
-// The Gated DeltaNet recurrence. One simdgroup owns one value row of a head,
-// spread over its lanes: the state is read once, stays in registers, and is
-// written once.
+// The Gated DeltaNet recurrence. 8 lanes own one value row of a head: the state
+// is read once, stays in registers, and is written once.
 #pragma once
 
 #include "params.h"
-#include "prelude.h"
+#include "row.h"
+
+constant constexpr int ROW_LANES = 8;
+constant constexpr int SPAN = 4 * ROW_LANES; // values that they read at once
+
+struct Four {
+  float x[4];
+};
+
+METAL_FUNC Four load_four(const device float* x) {
+  float4 w = *(const device float4*)(x);
+  return Four{{w.x, w.y, w.z, w.w}};
+}
+
+template <typename T>
+METAL_FUNC Four load_four(const device T* x) {
+  ulong w = *(const device ulong*)(x);
+  uint low = uint(w);
+  uint high = uint(w >> 32);
+  T t = T(0.0f);
+  return Four{
+      {low_half(low, t),
+       high_half(low, t),
+       low_half(high, t),
+       high_half(high, t)}};
+}
+
+// x[i] to x[i + 3], 0 from n on.
+template <bool WHOLE, typename T>
+METAL_FUNC Four load_four(const device T* x, int i, int n) {
+  if (WHOLE) {
+    return load_four(x + i);
+  }
+  Four out;
+  for (int c = 0; c < 4; ++c) {
+    out.x[c] = i + c < n ? float(x[i + c]) : 0.0f;
+  }
+  return out;
+}
+
+template <bool WHOLE>
+METAL_FUNC void store_four(device float* x, Four y, int i, int n) {
+  if (WHOLE) {
+    *(device float4*)(x + i) = float4{y.x[0], y.x[1], y.x[2], y.x[3]};
+    return;
+  }
+  for (int c = 0; c < 4; ++c) {
+    if (i + c < n) {
+      x[i + c] = y.x[c];
+    }
+  }
+}
+
+// Over the lanes of a row.
+METAL_FUNC float row_sum(float x) {
+  for (ushort delta = ROW_LANES / 2; delta > 0; delta /= 2) {
+    x += simd_shuffle_xor(x, delta);
+  }
+  return x;
+}
+
+// What one lane reads and writes.
+template <typename T>
+struct Recurrence {
+  const device float* state;
+  const device T* k;
+  const device T* v;
+  const device float* g;
+  const device float* beta;
+  const device T* q;
+  device float* out;
+  device T* y;
+  int first; // of every SPAN values the lane has 4 from here on
+  int dim; // of its row; 0 if it has none
+  bool writes; // y
+};
+
+// WHOLE: all values of the row are there, in memory that is read 4 at once.
+template <bool WHOLE, int N, typename T>
+METAL_FUNC void
+replay(Recurrence<T> x, int steps, constant GatedDeltaReplayParams& params) {
+  int y_stride = params.value_heads * params.value_dim;
+  Four s[N];
+  for (int j = 0; j < N; ++j) {
+    s[j] = load_four<WHOLE>(x.state, j * SPAN + x.first, x.dim);
+  }
+  for (int t = 0; t < steps; ++t) {
+    Four key[N];
+    float dot = 0.0f;
+    for (int j = 0; j < N; ++j) {
+      key[j] = load_four<WHOLE>(x.k, j * SPAN + x.first, x.dim);
+    }
+    float decay = *x.g;
+    float beta = *x.beta;
+    float value = float(*x.v);
+    for (int j = 0; j < N; ++j) {
+      for (int c = 0; c < 4; ++c) {
+        s[j].x[c] *= decay;
+        dot = metal::fma(s[j].x[c], key[j].x[c], dot);
+      }
+    }
+    float delta = (value - row_sum(dot)) * beta;
+    for (int j = 0; j < N; ++j) {
+      for (int c = 0; c < 4; ++c) {
+        s[j].x[c] = metal::fma(key[j].x[c], delta, s[j].x[c]);
+        // Behind the end 0, whatever the row is.
+        bool in = WHOLE || j * SPAN + x.first + c < x.dim;
+        s[j].x[c] = in ? s[j].x[c] : 0.0f;
+      }
+    }
+    if (params.has_q != 0) {
+      float read = 0.0f;
+      for (int j = 0; j < N; ++j) {
+        Four query = load_four<WHOLE>(x.q, j * SPAN + x.first, x.dim);
+        for (int c = 0; c < 4; ++c) {
+          read = metal::fma(s[j].x[c], query.x[c], read);
+        }
+      }
+      read = row_sum(read);
+      if (x.writes) {
+        *x.y = T(read);
+      }
+      x.q += params.q_strides[1];
+      x.y += y_stride;
+    }
+    x.k += params.k_strides[1];
+    x.v += params.v_strides[1];
+    x.g += params.g_strides[1];
+    x.beta += params.beta_strides[1];
+  }
+  for (int j = 0; j < N; ++j) {
+    store_four<WHOLE>(x.out, s[j], j * SPAN + x.first, x.dim);
+  }
+  if (params.has_q != 0 && x.writes) {
+    for (int t = steps; t < params.steps; ++t) {
+      *x.y = T(0.0f);
+      x.y += y_stride;
+    }
+  }
+}
 
 template <typename T, int KEY_DIM>
 kernel void gated_delta_replay(
@@ -21,70 +159,38 @@ kernel void gated_delta_replay(
     uint3 position [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint3 threads [[threads_per_threadgroup]]) {
-  constexpr int N = KEY_DIM / 32;
   Team team = make_team(thread_index, threads.x);
   int h = int(position.y);
   int b = int(position.z);
-  int row = int(position.x * team.simdgroups + team.simdgroup);
-  if (row >= params.value_dim) {
-    return;
-  }
+  int simdgroup = int(position.x * team.simdgroups + team.simdgroup);
+  int row = simdgroup * (32 / ROW_LANES) + int(team.lane) / ROW_LANES;
+  // A lane without a row stays, for the sums.
+  bool owned = row < params.value_dim;
+  row = owned ? row : params.value_dim - 1;
+  int first = 4 * (int(team.lane) % ROW_LANES);
   int hk = h / (params.value_heads / params.key_heads);
-  k += long(b) * params.k_strides[0] + long(hk) * params.k_strides[2];
-  v += long(b) * params.v_strides[0] + long(h) * params.v_strides[2] + row;
-  g += long(b) * params.g_strides[0] + long(h) * params.g_strides[2];
-  beta += long(b) * params.beta_strides[0] + long(h) * params.beta_strides[2];
-  q += long(b) * params.q_strides[0] + long(hk) * params.q_strides[2];
   long at = (long(b) * params.value_heads + h) * params.value_dim + row;
-  state += at * params.key_dim;
-  out += at * params.key_dim;
-  y += (long(b) * params.steps * params.value_heads + h) * params.value_dim +
-      row;
-
-  float s[N];
-  for (int j = 0; j < N; ++j) {
-    int i = j * 32 + int(team.lane);
-    s[j] = i < params.key_dim ? state[i] : 0.0f;
-  }
+  long start = long(b) * params.steps * params.value_heads + h;
+  Recurrence<T> x = {
+      state + at * params.key_dim,
+      k + long(b) * params.k_strides[0] + long(hk) * params.k_strides[2],
+      v + long(b) * params.v_strides[0] + long(h) * params.v_strides[2] + row,
+      g + long(b) * params.g_strides[0] + long(h) * params.g_strides[2],
+      beta + long(b) * params.beta_strides[0] +
+          long(h) * params.beta_strides[2],
+      q + long(b) * params.q_strides[0] + long(hk) * params.q_strides[2],
+      out + at * params.key_dim,
+      y + start * params.value_dim + row,
+      first,
+      owned ? params.key_dim : 0,
+      owned && first == 0};
   int n = metal::clamp(steps[long(b) * params.steps_stride], 0, params.steps);
-  for (int t = 0; t < n; ++t) {
-    float key[N];
-    float decay = g[long(t) * params.g_strides[1]];
-    float dot = 0.0f;
-    for (int j = 0; j < N; ++j) {
-      int i = j * 32 + int(team.lane);
-      bool in = i < params.key_dim;
-      key[j] = in ? float(k[long(t) * params.k_strides[1] + i]) : 0.0f;
-      s[j] = in ? s[j] * decay : 0.0f;
-      dot += s[j] * key[j];
-    }
-    float delta = (float(v[long(t) * params.v_strides[1]]) - simd_sum(dot)) *
-        beta[long(t) * params.beta_strides[1]];
-    float read = 0.0f;
-    for (int j = 0; j < N; ++j) {
-      int i = j * 32 + int(team.lane);
-      bool in = i < params.key_dim;
-      s[j] = in ? s[j] + key[j] * delta : 0.0f;
-      if (params.has_q != 0 && in) {
-        read += s[j] * float(q[long(t) * params.q_strides[1] + i]);
-      }
-    }
-    if (params.has_q != 0) {
-      read = simd_sum(read);
-      if (team.lane == 0) {
-        y[long(t) * params.value_heads * params.value_dim] = T(read);
-      }
-    }
-  }
-  for (int j = 0; j < N; ++j) {
-    int i = j * 32 + int(team.lane);
-    if (i < params.key_dim) {
-      out[i] = s[j];
-    }
-  }
-  if (params.has_q != 0 && team.lane == 0) {
-    for (int t = n; t < params.steps; ++t) {
-      y[long(t) * params.value_heads * params.value_dim] = T(0.0f);
-    }
+  // The same for all threads but where the last rows are not a multiple of 4.
+  bool whole = params.aligned != 0 && params.key_dim == KEY_DIM &&
+      params.value_dim % (32 / ROW_LANES) == 0 && owned;
+  if (whole) {
+    replay<true, KEY_DIM / SPAN>(x, n, params);
+  } else {
+    replay<false, KEY_DIM / SPAN>(x, n, params);
   }
 }

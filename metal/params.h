@@ -20,7 +20,7 @@ struct Density {
   float scale;
   int point; // the id with all mass, or -1
   int usable; // 0: nothing can be drawn
-  float log_sum; // log of the sum of exp(z - ref), without filters
+  float sum; // of exp(z - ref), without filters
   int flawed; // 1: a draft row with NaN or +inf
   int few; // with filters: the number of candidates if they are few, else -1
 };
@@ -33,7 +33,7 @@ struct Decision {
   int accepted; // 1: the draft of this row as well, so that it does not stop
                 // here
   int bonus; // 1: no draft left, draw from the target alone
-  float logprob; // of the accepted draft
+  float z; // the logit of the draft
 };
 
 // The first of some tokens in a race, see verify_coupled.
@@ -65,9 +65,10 @@ struct SampleParams {
 
 struct VerifyDraftParams {
   int vocab; // V
-  int chunk; // logits a threadgroup of the first two dispatches: 256, 512 or
-             // a multiple of 1024
+  int chunk; // logits a threadgroup of verify_draft_partials, a multiple of 256
   int chunks; // ceil(V / chunk)
+  int part; // logits of which the draw knows the weight, a multiple of 256
+  int parts; // ceil(V / part)
   int groups; // ceil(V / 256)
   int batch; // B
   int drafts; // K
@@ -118,6 +119,7 @@ struct GatedDeltaReplayParams {
   int key_dim; // Dk
   int value_dim; // Dv
   int has_q;
+  int aligned; // every row of state, k and q starts at a multiple of 4 elements
   int steps_stride;
   // Strides of B, T, H in elements. The last axes of k, v and q are contiguous.
   int k_strides[3];

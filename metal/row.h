@@ -147,48 +147,54 @@ METAL_FUNC Scaling make_scaling(float inv_t, float floor, bool plain) {
   return Scaling{inv_t, floor, plain, greedy};
 }
 
-// With 8 more logits. The best id is that of the first of them, or stays -1.
-// The sums are NaN if a logit is NaN or +inf.
-METAL_FUNC Partial add_any(Partial a, Eight x, int id, Scaling scaling) {
+METAL_FUNC float max_of(Eight x) {
   float m = x.z[0];
   for (int i = 1; i < 8; ++i) {
     m = metal::max(m, x.z[i]);
   }
-  Partial b = a;
+  return m;
+}
+
+template <int N>
+struct Eights {
+  Eight x[N];
+};
+
+// With N times 8 more logits, of which the first are those of ids `id`, then
+// `id + step`, ... The best id is that of the first of 8. The sums are NaN if a
+// logit is NaN or +inf.
+template <int N>
+METAL_FUNC Partial
+add(Partial a, Eights<N> some, int id, int step, Scaling scaling) {
+  float m = max_of(some.x[0]);
+  int first = id;
+  for (int j = 1; j < N; ++j) {
+    float next = max_of(some.x[j]);
+    first = next > m ? id + j * step : first;
+    m = metal::max(m, next);
+  }
   if (m > a.max || (m == a.max && a.best == NO_ID)) {
-    b.max = m;
-    b.best = a.best < 0 ? a.best : id;
-    b.sum *= fast_exp(a.max - m);
-    b.scaled_sum *= fast_exp((a.max - m) * scaling.inv_t);
+    a.best = first;
+    a.sum *= fast_exp(a.max - m);
+    a.scaled_sum *= fast_exp((a.max - m) * scaling.inv_t);
+    a.max = m;
   }
   float factor = scaling.inv_t * LOG2_E;
   if (scaling.plain) {
-    for (int i = 0; i < 8; ++i) {
-      float d = x.z[i] - b.max;
-      b.sum += fast_exp(d);
-      b.scaled_sum += metal::exp2(d * factor);
+    for (int i = 0; i < 8 * N; ++i) {
+      float d = some.x[i / 8].z[i % 8] - a.max;
+      a.sum += fast_exp(d);
+      a.scaled_sum += metal::exp2(d * factor);
     }
-    return b;
+    return a;
   }
-  for (int i = 0; i < 8; ++i) {
-    float e = metal::exp2((x.z[i] - b.max) * factor);
-    b.scaled_sum += x.z[i] < scaling.floor ? 0.0f : e;
+  for (int i = 0; i < 8 * N; ++i) {
+    float z = some.x[i / 8].z[i % 8];
+    float e = metal::exp2((z - a.max) * factor);
+    a.scaled_sum += z < scaling.floor ? 0.0f : e;
   }
-  b.sum = b.scaled_sum;
-  return b;
-}
-
-// The same without the logits that are NaN or +inf, which make the best id -1.
-METAL_FUNC Partial add(Partial a, Eight x, int id, Scaling scaling) {
-  Partial b = add_any(a, x, id, scaling);
-  if (is_unusable(b.scaled_sum)) {
-    for (int i = 0; i < 8; ++i) {
-      x.z[i] = is_unusable(x.z[i]) ? -INFINITY : x.z[i];
-    }
-    b = add_any(a, x, id, scaling);
-    b.best = -1;
-  }
-  return b;
+  a.sum = a.scaled_sum;
+  return a;
 }
 
 METAL_FUNC Partial simd_merge(Partial a, float inv_t) {
@@ -202,12 +208,23 @@ METAL_FUNC Partial simd_merge(Partial a, float inv_t) {
       simd_min(best)};
 }
 
+METAL_FUNC Partial load_partial(const device Partial* x, int i, int count) {
+  Partial a = empty_partial();
+  if (i < count) {
+    a = x[i];
+  }
+  return a;
+}
+
 // The sums of a whole row, in every lane of a simdgroup.
 METAL_FUNC Partial
 combine(const device Partial* partials, int chunks, float inv_t, uint lane) {
-  Partial a = empty_partial();
+  // Both are read before one is used.
+  Partial a = load_partial(partials, int(lane), chunks);
+  Partial b = load_partial(partials, int(lane) + 32, chunks);
+  a = merge(a, b, inv_t);
 #pragma unroll 1
-  for (int i = int(lane); i < chunks; i += 32) {
+  for (int i = int(lane) + 64; i < chunks; i += 32) {
     a = merge(a, partials[i], inv_t);
   }
   return simd_merge(a, inv_t);
@@ -216,19 +233,81 @@ combine(const device Partial* partials, int chunks, float inv_t, uint lane) {
 // The first of 8 logits from id on that is the maximum of its row.
 template <typename T>
 METAL_FUNC int find_best(Row<T> row, int id, float max) {
-  while (id + 1 < row.size && load1(row, id) != max) {
-    ++id;
+  Eight x = load8(row, id);
+  int best = id;
+  for (int i = 7; i > 0; --i) {
+    best = x.z[i] == max ? id + i : best;
   }
-  return id;
+  return x.z[0] == max ? id : best;
+}
+
+// What one simdgroup reads of the logits [begin, end), a chunk of a row.
+template <typename T>
+struct Share {
+  Row<T> row;
+  int begin; // of the first group
+  int end;
+  int step; // between its groups
+};
+
+template <typename T>
+METAL_FUNC Share<T> share_of(Row<T> row, int chunk, int size, Team team) {
+  int begin = chunk * size;
+  return Share<T>{
+      row,
+      begin + int(team.simdgroup) * GROUP,
+      metal::min(begin + size, row.size),
+      int(team.simdgroups) * GROUP};
+}
+
+// The sums of one lane, whose first id is `begin`, without the logits that are
+// NaN or +inf, which make the best id -1.
+template <typename T>
+METAL_FUNC_SLOW Partial sum_usable(Share<T> share, int begin, Scaling scaling) {
+  Partial a = empty_partial();
+  for (int id = begin; id < share.end; id += share.step) {
+    Eights<1> some = {{load_masked(share.row, id)}};
+    for (int i = 0; i < 8; ++i) {
+      float z = some.x[0].z[i];
+      some.x[0].z[i] = is_unusable(z) ? -INFINITY : z;
+    }
+    a = add(a, some, id, share.step, scaling);
+  }
+  a.best = -1;
+  return a;
+}
+
+// BATCH times 8 logits of a lane. Behind the end they are -inf.
+template <typename T>
+METAL_FUNC Eights<BATCH> load_batch(Share<T> share, int base, uint lane) {
+  Row<T> row = share.row;
+  Eights<BATCH> some;
+  int last = base + share.step * (BATCH - 1) + GROUP;
+  if (last <= share.end && is_plain(row, last)) {
+    // All are read before one is used.
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      int id = base + j * share.step + int(lane) * 8;
+      some.x[j] = load_aligned(row.logits + id);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      int first = base + j * share.step;
+      int id = first < share.end ? first + int(lane) * 8 : row.size;
+      some.x[j] = load_masked(row, id);
+    }
+  }
+  return some;
 }
 
 // The sums of one chunk and, if `maxima` is wanted, the maximum of each of its
-// groups. `scratch` has one record a simdgroup.
+// groups. `some` is the first batch of the share. `scratch` has one record a
+// simdgroup.
 template <typename T>
 METAL_FUNC void reduce_chunk(
-    Row<T> row,
-    int begin,
-    int end,
+    Share<T> share,
+    Eights<BATCH> some,
     Scaling scaling,
     bool want_maxima,
     device float* maxima,
@@ -236,44 +315,27 @@ METAL_FUNC void reduce_chunk(
     threadgroup Partial* scratch,
     Team team) {
   Partial a = empty_partial();
-  int step = int(team.simdgroups) * GROUP;
-  for (int base = begin + int(team.simdgroup) * GROUP; base < end;
-       base += step * BATCH) {
-    Eight x[BATCH];
-    int last = base + step * (BATCH - 1) + GROUP;
-    if (last <= end && is_plain(row, last)) {
-      // All are read before one is used.
+  int base = share.begin;
+  int lane = int(team.lane) * 8;
+  while (base < share.end) {
+    a = add(a, some, base + lane, share.step, scaling);
+    if (want_maxima) {
 #pragma unroll
       for (int j = 0; j < BATCH; ++j) {
-        int first = base + j * step;
-        x[j] = load_aligned(row.logits + first + int(team.lane) * 8);
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < BATCH; ++j) {
-        int first = base + j * step;
-        int id = first < end ? first + int(team.lane) * 8 : row.size;
-        x[j] = load_masked(row, id);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < BATCH; ++j) {
-      int first = base + j * step;
-      if (first >= end) {
-        continue;
-      }
-      a = add(a, x[j], first + int(team.lane) * 8, scaling);
-      if (want_maxima) {
-        float m = x[j].z[0];
-        for (int i = 1; i < 8; ++i) {
-          m = metal::max(m, x[j].z[i]);
-        }
-        m = simd_max(m);
-        if (team.lane == 0) {
+        int first = base + j * share.step;
+        float m = simd_max(max_of(some.x[j]));
+        if (team.lane == 0 && first < share.end) {
           maxima[first / GROUP] = m;
         }
       }
     }
+    base += share.step * BATCH;
+    if (base < share.end) {
+      some = load_batch(share, base, team.lane);
+    }
+  }
+  if (is_unusable(a.scaled_sum)) {
+    a = sum_usable(share, share.begin + lane, scaling);
   }
   a = simd_merge(a, scaling.inv_t);
   if (team.lane == 0) {
@@ -288,7 +350,7 @@ METAL_FUNC void reduce_chunk(
     a = simd_merge(each, scaling.inv_t);
     if (team.lane == 0) {
       bool known = scaling.greedy && a.best >= 0 && a.best != NO_ID;
-      a.best = known ? find_best(row, a.best, a.max) : a.best;
+      a.best = known ? find_best(share.row, a.best, a.max) : a.best;
       *out = a;
     }
   }

@@ -33,19 +33,22 @@ kernel void sample_partials(
   TG_ARRAY(Partial, scratch, 32);
   uint r = position.x;
   int chunk = int(position.y);
-  int begin = chunk * params.chunk;
+  Team team = make_team(thread_index, threads.x);
+  Share<T> share = share_of(
+      sample_row(logits, allowed, params, r), chunk, params.chunk, team);
+  // Read before what waits for the temperature.
+  Eights<BATCH> some = load_batch(share, share.begin, team.lane);
   int b = int(r) / params.rows_per_param;
   float inv_t = inverse_temperature(temperature[b * params.temperature_stride]);
   reduce_chunk(
-      sample_row(logits, allowed, params, r),
-      begin,
-      metal::min(begin + params.chunk, params.vocab),
+      share,
+      some,
       make_scaling(inv_t, -INFINITY, true),
       params.filtered != 0,
       maxima + long(r) * params.groups,
       partials + long(r) * params.chunks + chunk,
       scratch,
-      make_team(thread_index, threads.x));
+      team);
 }
 
 METAL_FUNC void write_stats(Density d, device float* stats) {
@@ -84,7 +87,7 @@ kernel void sample_draw(
   TG_ARRAY(int, ids, FEW);
   TG_ARRAY(float, candidates, FEW);
   TG_ARRAY(ulong, weights, FEW);
-  TG_ARRAY(atomic_uint, shared, 7);
+  TG_ARRAY(atomic_uint, shared, 8);
   TG_ARRAY(int, result, 1);
   Team team = make_team(thread_index, threads);
   Row<T> row = sample_row(logits, allowed, params, r);
@@ -115,12 +118,15 @@ kernel void sample_draw(
     token = d.point;
   } else if (d.usable != 0) {
     Weights<T, FILTERED> x = {row, row, d, d, false, maxima};
-    PartialWeights by_sums = {partials, d};
-    Chunks<PartialWeights> chunks = {
-        by_sums, params.chunks, params.chunk, !FILTERED};
-    token = FILTERED && d.few >= 0
-        ? draw_few(x, ids, candidates, weights, d.few, u, result, team)
-        : draw(x, chunks, u, sums, result, team);
+    if (!FILTERED) {
+      PartialWeights chunks = {partials, d};
+      token = draw_by_chunks(
+          x, chunks, params.chunks, params.chunk, u, sums, result, team);
+    } else if (d.few >= 0) {
+      token = draw_few(x, ids, candidates, weights, d.few, u, result, team);
+    } else {
+      token = draw_row(x, u, sums, result, team);
+    }
   }
   if (team.thread_index == 0) {
     tokens[r] = token;

@@ -149,7 +149,6 @@ struct Weighted {
 struct WeightedMaxima {
   Maxima maxima;
   Density density;
-  bool count;
 };
 
 METAL_FUNC ulong weight_of(Density d, bool count, float z) {
@@ -168,7 +167,7 @@ METAL_FUNC void add_all(
     float z = x.maxima.data[i];
     uint key = to_key(z, spare);
     if (key >= bins.low && key <= bins.high) {
-      ulong weight = weight_of(x.density, x.count, z);
+      ulong weight = weight_of(x.density, false, z);
       run = add_to(histogram, run, bins, key, z, weight);
     }
   }
@@ -327,25 +326,63 @@ total_weight(Weighted<T> x, float t, threadgroup ulong* sums, Team team) {
   return simd_total(team.lane < team.simdgroups ? sums[team.lane] : 0ul);
 }
 
+// Below the end of a bin of find_bound() by more than any rounding.
+METAL_FUNC float end_of_bin(float top, int bin) {
+  float end = top - float(bin + 1) * (32.0f / float(BINS));
+  return end - 1e-6f * (metal::max(top, -top) + metal::max(end, -end));
+}
+
 // A t for which {z >= t} reaches the target: the maxima of the groups alone do.
 // -INFINITY if there is none that is near the largest logit.
-template <typename T>
 METAL_FUNC float find_bound(
-    Weighted<T> x,
+    WeightedMaxima x,
     ulong target,
     threadgroup atomic_uint* histogram,
     Team team) {
-  WeightedMaxima maxima = {x.maxima, x.density, x.count};
   float top = x.density.ref;
   Bins bins = {0u, to_key(top, 0u), 0, true, top, float(BINS) / 32.0f};
   ulong threshold = metal::max(target, 1ul) - 1ul;
-  int bin = find_bin(maxima, bins, 0u, threshold, histogram, team).lane;
-  if (bin < 0 || bin == BINS - 1) {
-    return -INFINITY;
+  int bin = find_bin(x, bins, 0u, threshold, histogram, team).lane;
+  return bin < 0 || bin == BINS - 1 ? -INFINITY : end_of_bin(top, bin);
+}
+
+// The same bound where k logits are the target. Each turn narrows 4 times.
+METAL_FUNC float find_count_bound(
+    Maxima maxima,
+    float top,
+    int k,
+    threadgroup atomic_uint* counts,
+    Team team) {
+  for (uint i = team.thread_index; i < 12; i += team.threads) {
+    atomic_store_explicit(&counts[i], 0u, memory_order_relaxed);
   }
-  // Below the end of the bin by more than any rounding.
-  float end = top - float(bin + 1) / bins.per_unit;
-  return end - 1e-6f * (metal::max(top, -top) + metal::max(end, -end));
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  int bin = 0;
+  for (int width = BINS / 4; width > 0; width /= 4) {
+    uint found[3] = {0, 0, 0};
+    int end = maxima.size + int(team.lane); // the same turns for all lanes
+    for (int i = int(team.thread_index); i < end; i += int(team.threads)) {
+      float z = maxima.data[metal::min(i, maxima.size - 1)];
+      for (int j = 0; j < 3; ++j) {
+        float t = end_of_bin(top, bin + (j + 1) * width - 1);
+        found[j] += metal::popcount(lanes_where(i < maxima.size && z >= t));
+      }
+    }
+    for (int j = 0; j < 3; ++j) {
+      if (team.lane == 0) {
+        atomic_fetch_add_explicit(&counts[j], found[j], memory_order_relaxed);
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    int j = 0;
+    while (j < 3 &&
+           atomic_load_explicit(&counts[j], memory_order_relaxed) < uint(k)) {
+      ++j;
+    }
+    bin += j * width;
+    counts += 3;
+  }
+  return bin == BINS - 1 ? -INFINITY : end_of_bin(top, bin);
 }
 
 // The k-th largest logit.
@@ -389,39 +426,78 @@ struct Few {
   threadgroup int* ids;
   threadgroup float* z;
   threadgroup ulong* weights;
-  threadgroup atomic_uint* shared; // the count, then 3 for each find_few()
+  threadgroup atomic_uint*
+      shared; // the count, 3 for each find_few(), the groups
   int count;
 };
 
-// {z >= bottom}. Only `count` is of use if it is more than FEW.
+// Those of a group that are at least `bottom`. By one simdgroup.
+METAL_FUNC void
+collect_group(Few few, Eight e, int id, float bottom, uint lane) {
+  uint below = (1u << lane) - 1u;
+  uint total = 0;
+  uint before[8];
+  for (int i = 0; i < 8; ++i) {
+    uint hits = lanes_where(e.z[i] >= bottom);
+    before[i] = total + metal::popcount(hits & below);
+    total += metal::popcount(hits);
+  }
+  uint at = 0;
+  if (lane == 0) {
+    at = atomic_fetch_add_explicit(&few.shared[0], total, memory_order_relaxed);
+  }
+  at = simd_shuffle(at, ushort(0));
+  for (int i = 0; i < 8; ++i) {
+    if (e.z[i] >= bottom && at + before[i] < uint(FEW)) {
+      few.ids[at + before[i]] = id + i;
+      few.z[at + before[i]] = e.z[i];
+    }
+  }
+}
+
+// {z >= bottom}. Only `count` is of use if it is more than FEW. `list` is for
+// the groups, of which each has at least one.
 template <typename T>
-METAL_FUNC Few collect(Few few, Weighted<T> x, float bottom, Team team) {
-  for (uint i = team.thread_index; i < 7; i += team.threads) {
+METAL_FUNC Few collect(
+    Few few,
+    Weighted<T> x,
+    float bottom,
+    threadgroup atomic_uint* list,
+    Team team) {
+  for (uint i = team.thread_index; i < 8; i += team.threads) {
     uint none = i == 1 || i == 4 ? as_type<uint>(-INFINITY) : 0u;
     atomic_store_explicit(&few.shared[i], none, memory_order_relaxed);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int step = 0; step < steps_of(x.maxima.size, team); ++step) {
-    uint hot = hot_groups(x.maxima, bottom, step, team);
-    for (; hot != 0; hot &= hot - 1u) {
-      int group = group_of(step, metal::ctz(hot), team);
-      Eight e = load8(x.row, group * GROUP + int(team.lane) * 8);
-      for (int i = 0; i < 8; ++i) {
-        if (!(e.z[i] >= bottom)) {
-          continue;
-        }
-        uint at =
-            atomic_fetch_add_explicit(&few.shared[0], 1u, memory_order_relaxed);
-        if (at < uint(FEW)) {
-          few.ids[at] = group * GROUP + int(team.lane) * 8 + i;
-          few.z[at] = e.z[i];
-          few.weights[at] = weight_of(x.density, false, e.z[i]);
-        }
+  for (int i = int(team.thread_index); i < x.maxima.size;
+       i += int(team.threads)) {
+    if (x.maxima.data[i] >= bottom) {
+      uint at =
+          atomic_fetch_add_explicit(&few.shared[7], 1u, memory_order_relaxed);
+      if (at < uint(FEW)) {
+        atomic_store_explicit(&list[at], uint(i), memory_order_relaxed);
       }
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  int hot = int(atomic_load_explicit(&few.shared[7], memory_order_relaxed));
+  few.count = hot;
+  if (hot > FEW) {
+    return few;
+  }
+#pragma unroll 2
+  for (int i = int(team.simdgroup); i < hot; i += int(team.simdgroups)) {
+    int group = int(atomic_load_explicit(&list[i], memory_order_relaxed));
+    int id = group * GROUP + int(team.lane) * 8;
+    collect_group(few, load8(x.row, id), id, bottom, team.lane);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
   few.count = int(atomic_load_explicit(&few.shared[0], memory_order_relaxed));
+  for (int i = int(team.thread_index); i < metal::min(few.count, FEW);
+       i += int(team.threads)) {
+    few.weights[i] = weight_of(x.density, false, few.z[i]);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
   return few;
 }
 
@@ -430,29 +506,50 @@ struct Found {
   ulong mass; // the weight of what is at least z
 };
 
+// Of the logits above one of the few, and with its equals: weight and number.
+struct Rank {
+  ulong above;
+  ulong mass;
+  int before;
+  int through;
+};
+
+METAL_FUNC Rank rank_of(Few few, int i) {
+  Rank rank = {0, 0, 0, 0};
+  float z = few.z[metal::min(i, few.count - 1)];
+#pragma unroll 4
+  for (int j = 0; j < few.count; ++j) {
+    float other = few.z[j];
+    ulong weight = few.weights[j];
+    rank.above += other > z ? weight : 0ul;
+    rank.mass += other >= z ? weight : 0ul;
+    rank.before += other > z ? 1 : 0;
+    rank.through += other >= z ? 1 : 0;
+  }
+  return rank;
+}
+
 // The largest z from `from` on for which the weights of what is at least z
 // reach `target`, -INFINITY if they never do. With `count` each has weight 1.
-// Once for each `count` after collect().
+// Once for each `count` after collect(). `mine` is the rank of the candidate
+// that has the index of the thread.
 METAL_FUNC Found
-find_few(Few few, float from, bool count, ulong target, Team team) {
+find_few(Few few, Rank mine, float from, bool count, ulong target, Team team) {
   threadgroup atomic_uint* found = &few.shared[count ? 1 : 4];
   for (int i = int(team.thread_index); i < few.count; i += int(team.threads)) {
-    float z = few.z[i];
-    ulong above = 0;
-    ulong here = 0;
-    ulong mass = 0;
-    for (int j = 0; j < few.count; ++j) {
-      ulong weight = few.weights[j];
-      ulong counted = count ? 1ul : weight;
-      above += few.z[j] > z ? counted : 0ul;
-      here += few.z[j] == z ? counted : 0ul;
-      mass += few.z[j] >= z ? weight : 0ul;
+    Rank rank = mine;
+    if (i != int(team.thread_index)) {
+      rank = rank_of(few, i);
     }
+    ulong above = count ? ulong(rank.before) : rank.above;
+    ulong through = count ? ulong(rank.through) : rank.mass;
+    float z = few.z[i];
     // Equal logits find the same.
-    if (z >= from && above < target && above + here >= target) {
+    if (z >= from && above < target && through >= target) {
       atomic_store_explicit(&found[0], as_type<uint>(z), memory_order_relaxed);
-      atomic_store_explicit(&found[1], uint(mass), memory_order_relaxed);
-      atomic_store_explicit(&found[2], uint(mass >> 32), memory_order_relaxed);
+      atomic_store_explicit(&found[1], uint(rank.mass), memory_order_relaxed);
+      atomic_store_explicit(
+          &found[2], uint(rank.mass >> 32), memory_order_relaxed);
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -484,13 +581,12 @@ struct Workspace {
   Few few;
 };
 
-// The threshold of top-k and top-p over few logits. `x` is weighted for top-p.
-template <typename T>
-METAL_FUNC Found
-threshold_of_few(Weighted<T> x, Few few, Sampling params, int k, Team team) {
+// The threshold of top-k and top-p over few logits, weighted for top-p.
+METAL_FUNC Found threshold_of_few(Few few, Sampling params, int k, Team team) {
   Found t = {-INFINITY, ONE};
+  Rank mine = rank_of(few, int(team.thread_index));
   if (k > 0) {
-    t = find_few(few, -INFINITY, true, ulong(k), team);
+    t = find_few(few, mine, -INFINITY, true, ulong(k), team);
   }
   if (!(params.top_p < 1.0f)) {
     return t;
@@ -501,7 +597,7 @@ threshold_of_few(Weighted<T> x, Few few, Sampling params, int k, Team team) {
   }
   ulong target = scale_by(from.mass, fine_uniform(params.top_p, 0.0f));
   target = metal::max(target, 1ul);
-  Found after = find_few(few, from.z, false, target, team);
+  Found after = find_few(few, mine, from.z, false, target, team);
   if (after.z > t.z) {
     t = after;
   }
@@ -510,7 +606,7 @@ threshold_of_few(Weighted<T> x, Few few, Sampling params, int k, Team team) {
 
 // The same over any number of them, all at least `bottom`.
 template <typename T>
-METAL_FUNC float threshold_of_many(
+METAL_FUNC_SLOW float threshold_of_many(
     Weighted<T> x,
     float bottom,
     Sampling params,
@@ -565,21 +661,21 @@ METAL_FUNC Density apply_filters(
   bool has_top_k = params.top_k > 0.0f && params.top_k < float(row.size);
   int k = has_top_k ? int(params.top_k) : 0;
   float bottom = -INFINITY;
-  if (has_top_k || params.top_p < 1.0f) {
-    ulong target =
-        has_top_k ? ulong(k) : scale_by(ONE, fine_uniform(params.top_p, 0.0f));
-    x.count = has_top_k;
-    bottom = find_bound(x, target, work.histogram, team);
-    x.count = false;
+  if (has_top_k) {
+    bottom = find_count_bound(maxima, d.ref, k, work.histogram, team);
+  } else if (params.top_p < 1.0f) {
+    ulong target = scale_by(ONE, fine_uniform(params.top_p, 0.0f));
+    WeightedMaxima largest = {maxima, x.density};
+    bottom = find_bound(largest, target, work.histogram, team);
   }
   Few few = work.few;
   if (bottom > -INFINITY) {
-    few = collect(few, x, bottom, team);
+    few = collect(few, x, bottom, work.histogram, team);
   }
   bool is_few = few.count <= FEW;
   Found t;
   if (is_few) {
-    t = threshold_of_few(x, few, params, k, team);
+    t = threshold_of_few(few, params, k, team);
   } else {
     t = Found{threshold_of_many(x, bottom, params, k, work, team), 0ul};
   }

@@ -1,6 +1,6 @@
 // Exact verification of drafted tokens. First dispatch: the sums of every chunk
 // of every row. Second, without filters: every threadgroup finds the row where
-// its sequence stops and sums one chunk of what is drawn there; with filters:
+// its sequence stops and sums some parts of what is drawn there; with filters:
 // one threadgroup a target row finds its threshold. Third: one threadgroup a
 // sequence draws and writes the results.
 #pragma once
@@ -132,24 +132,30 @@ kernel void verify_draft_partials(
   if (draft ? i >= length : i > length) {
     return;
   }
+  Team team = make_team(thread_index, threads.x);
+  Share<T> share = share_of(
+      draft ? draft_row(draft_logits, allowed, params, b, i)
+            : target_row(target_logits, allowed, params, b, i),
+      int(position.y),
+      params.chunk,
+      team);
+  // Read before what waits for the temperature.
+  Eights<BATCH> some = load_batch(share, share.begin, team.lane);
   Scaling scaling = draft
       ? draft_scaling(draft_stats, draft_temperature, params, b, i)
       : make_scaling(
             inverse_temperature(temperature[b * params.temperature_stride]),
             -INFINITY,
             true);
-  int begin = int(position.y) * params.chunk;
   reduce_chunk(
-      draft ? draft_row(draft_logits, allowed, params, b, i)
-            : target_row(target_logits, allowed, params, b, i),
-      begin,
-      metal::min(begin + params.chunk, params.vocab),
+      share,
+      some,
       scaling,
       params.filtered != 0 && !draft,
       maxima + long(r) * params.groups,
       partials + long(r) * params.chunks + int(position.y),
       scratch,
-      make_team(thread_index, threads.x));
+      team);
 }
 
 // An id and its logit in one word.
@@ -187,7 +193,7 @@ kernel void verify_draft_threshold(
   TG_ARRAY(int, ids, FEW);
   TG_ARRAY(float, candidates, FEW);
   TG_ARRAY(ulong, weights, FEW);
-  TG_ARRAY(atomic_uint, shared, 7);
+  TG_ARRAY(atomic_uint, shared, 8);
   Team team = make_team(thread_index, threads);
   int b = int(r) / (params.drafts + 1);
   int i = int(r) % (params.drafts + 1);
@@ -250,18 +256,6 @@ METAL_FUNC Decision judge(
     int length,
     uint lane) {
   // As far as possible no read waits for another one.
-  const device Partial* of_target = target_partials(in.partials, params, b, i);
-  const device Partial* of_draft = draft_partials(in.partials, params, b, i);
-  bool has_draft = params.has_draft_logits != 0 && i < length;
-  Partial target = empty_partial();
-  Partial draft = empty_partial();
-  int j = int(lane);
-  if (!FILTERED && j < params.chunks) {
-    target = of_target[j];
-  }
-  if (has_draft && j < params.chunks) {
-    draft = of_draft[j];
-  }
   int token = 0;
   float u = 0.0f;
   if (i < length) {
@@ -270,6 +264,16 @@ METAL_FUNC Decision judge(
                  long(i) * params.tokens_strides[1]];
     u = in.uniforms[long(b) * params.uniforms_stride + i];
   }
+  const device Partial* of_target = target_partials(in.partials, params, b, i);
+  const device Partial* of_draft = draft_partials(in.partials, params, b, i);
+  bool has_draft = params.has_draft_logits != 0 && i < length;
+  int j = int(lane);
+  int target_chunks = FILTERED ? 0 : params.chunks;
+  int draft_chunks = has_draft ? params.chunks : 0;
+  Partial target = load_partial(of_target, j, target_chunks);
+  Partial more_target = load_partial(of_target, j + 32, target_chunks);
+  Partial draft = load_partial(of_draft, j, draft_chunks);
+  Partial more_draft = load_partial(of_draft, j + 32, draft_chunks);
   bool in_range = token >= 0 && token < params.vocab;
   int id = in_range ? token : 0;
   float z = load1(target_row(in.target_logits, in.allowed, params, b, i), id);
@@ -282,20 +286,21 @@ METAL_FUNC Decision judge(
   float inv_t =
       inverse_temperature(in.temperature[b * params.temperature_stride]);
   float finite = finite_inverse(inv_t);
+  target = merge(target, more_target, finite);
+  draft = merge(draft, more_draft, scaling.inv_t);
 #pragma unroll 1
-  for (j += 32; j < params.chunks; j += 32) {
-    if (!FILTERED) {
-      target = merge(target, of_target[j], finite);
-    }
-    if (has_draft) {
-      draft = merge(draft, of_draft[j], scaling.inv_t);
-    }
+  for (j += 64; j < params.chunks; j += 32) {
+    target = merge(target, load_partial(of_target, j, target_chunks), finite);
+    draft =
+        merge(draft, load_partial(of_draft, j, draft_chunks), scaling.inv_t);
   }
+  target = simd_merge(target, finite);
+  draft = simd_merge(draft, scaling.inv_t);
   Decision d = unusable_decision();
   if (FILTERED) {
     d.target = in.densities[b * (params.drafts + 1) + i];
   } else {
-    d.target = make_density(simd_merge(target, finite), inv_t, -INFINITY);
+    d.target = make_density(target, inv_t, -INFINITY);
   }
   if (d.target.usable == 0) {
     return d;
@@ -311,7 +316,6 @@ METAL_FUNC Decision judge(
   float p = probability(d.target, token, z);
   bool accepted = p > 0.0f;
   if (d.target.point < 0) {
-    draft = simd_merge(draft, scaling.inv_t);
     bool has_stats = params.has_draft_stats != 0;
     d.draft = make_draft_density(draft, scaling, has_stats, token);
     float q = 1.0f;
@@ -331,7 +335,7 @@ METAL_FUNC Decision judge(
   }
   d.row = i;
   d.accepted = accepted ? 1 : 0;
-  d.logprob = log_softmax(d.target, z);
+  d.z = z;
   return d;
 }
 
@@ -368,7 +372,7 @@ METAL_FUNC Decision decide(
     int mine = int(team.thread_index);
     if (want_logprobs && mine < stop) {
       logprobs[long(b) * (params.drafts + 1) + first + mine] =
-          rows[mine].logprob;
+          log_softmax(rows[mine].target, rows[mine].z);
     }
     if (stop < count) {
       return rows[stop];
@@ -418,7 +422,6 @@ kernel void verify_draft_residual(
   TG_ARRAY(Decision, rows, 32);
   Team team = make_team(thread_index, threads.x);
   int b = int(position.x);
-  int chunk = int(position.y);
   VerifyInputs<T, false> in = {
       target_logits,
       draft_logits,
@@ -432,22 +435,23 @@ kernel void verify_draft_residual(
       partials,
       maxima,
       densities};
-  Decision d = decide(in, params, b, chunk == 0, logprobs, rows, team);
-  if (chunk == 0 && team.thread_index == 0) {
+  bool first = position.y == 0;
+  Decision d = decide(in, params, b, first, logprobs, rows, team);
+  if (first && team.thread_index == 0) {
     decisions[b] = d;
   }
-  bool drawn = d.row >= 0 && d.target.point < 0;
-  d.row = metal::max(d.row, 0);
-  Weights<T, false> x = weights_of(in, params, b, d);
-  int size = part_size(params.chunk);
-  int parts = params.chunk / size;
-  for (int i = int(team.simdgroup); i < parts; i += int(team.simdgroups)) {
-    int part = chunk * parts + i;
-    ulong sum =
-        drawn ? sum_part(x, part * size, (part + 1) * size, team.lane) : 0ul;
-    if (team.lane == 0) {
-      part_sums[long(b) * params.chunks * parts + part] = sum;
-    }
+  int part = int(position.y * team.simdgroups + team.simdgroup);
+  if (part >= params.parts) {
+    return;
+  }
+  ulong sum = 0;
+  if (d.row >= 0 && d.target.point < 0) {
+    Weights<T, false> x = weights_of(in, params, b, d);
+    int begin = part * params.part;
+    sum = sum_part(x, begin, begin + params.part, team.lane);
+  }
+  if (team.lane == 0) {
+    part_sums[long(b) * params.parts + part] = sum;
   }
 }
 
@@ -478,32 +482,6 @@ METAL_FUNC int draw_candidates(
       x, space.ids, space.z, space.weights, count, u, space.result, team);
 }
 
-// The token drawn where the weights of all parts are known, -1 if they are all
-// 0. By one simdgroup, which is faster than to share the work.
-template <typename T, bool FILTERED>
-METAL_FUNC int draw_by_parts(
-    Weights<T, FILTERED> x,
-    const device ulong* sums,
-    constant VerifyDraftParams& params,
-    ulong u,
-    threadgroup int* result,
-    Team team) {
-  if (team.simdgroup == 0) {
-    int size = part_size(params.chunk);
-    int parts = params.chunks * (params.chunk / size);
-    Pick found = pick_chunk(StoredWeights{sums}, parts, u, team.lane);
-    int begin = metal::max(found.lane, 0) * (size / GROUP);
-    int end = metal::min(begin + size / GROUP, params.groups);
-    end = found.lane < 0 ? begin : end;
-    int id = find_in_groups(x, begin, end, found.rest, team.lane);
-    if (team.lane == 0) {
-      *result = id;
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  return *result;
-}
-
 // The token drawn where the sequence stops, below 0 if unusable. `words` has
 // the weights of the parts, or with filters the candidates of every row.
 template <typename T, bool FILTERED>
@@ -513,6 +491,8 @@ METAL_FUNC int draw_token(
     int b,
     Decision d,
     const device ulong* words,
+    Pick part,
+    ulong u,
     DrawSpace space,
     Team team) {
   if (d.row < 0) {
@@ -521,25 +501,23 @@ METAL_FUNC int draw_token(
   if (d.target.point >= 0) {
     return d.target.point;
   }
-  const device float* pair =
-      in.uniforms + long(b) * params.uniforms_stride + params.drafts;
-  ulong u = fine_uniform(pair[0], pair[1]);
   Weights<T, FILTERED> x = weights_of(in, params, b, d);
   bool known = !FILTERED || d.target.few >= 0;
   int token = -1;
   if (!FILTERED) {
-    words += long(b) * params.chunks * (params.chunk / part_size(params.chunk));
-    token = draw_by_parts(x, words, params, u, space.result, team);
+    int begin = part.lane * params.part;
+    int end = part.lane < 0 ? begin : begin + params.part;
+    token =
+        find_in_part(x, begin, end, part.rest, space.sums, space.result, team);
   } else if (known) {
     words += (long(b) * (params.drafts + 1) + d.row) * FEW;
     token = draw_candidates(x, words, d.target.few, u, space, team);
   }
-  Chunks<StoredWeights> none = {{words}, 0, 0, false};
 #pragma unroll 1
   for (int i = known ? 1 : 0; i < 2 && token < 0; ++i) {
     // At last without q: where nothing is left of p it is q up to rounding.
     x.residual = x.residual && i == 0;
-    token = draw(x, none, u, space.sums, space.result, team);
+    token = draw_row(x, u, space.sums, space.result, team);
   }
   return token;
 }
@@ -604,6 +582,7 @@ kernel void verify_draft_draw(
   TG_ARRAY(Decision, rows, 32);
   TG_ARRAY(ulong, sums, 32);
   TG_ARRAY(int, result, 1);
+  TG_ARRAY(Pick, found, 1);
   TG_ARRAY(int, ids, FILTERED ? FEW : 1);
   TG_ARRAY(float, z, FILTERED ? FEW : 1);
   TG_ARRAY(ulong, weights, FILTERED ? FEW : 1);
@@ -622,14 +601,21 @@ kernel void verify_draft_draw(
       partials,
       maxima,
       densities};
+  // As far as possible no read waits for another one.
+  const device float* pair =
+      uniforms + long(b) * params.uniforms_stride + params.drafts;
+  ulong u = fine_uniform(pair[0], pair[1]);
   Decision d;
+  Pick part = {-1, 0ul};
   if (FILTERED) {
     d = decide(in, params, b, true, logprobs, rows, team);
   } else {
     d = decisions[b];
+    words += long(b) * params.parts;
+    part = pick_part(words, params.parts, u, sums, found, team);
   }
   DrawSpace space = {sums, result, ids, z, weights};
-  int token = draw_token(in, params, b, d, words, space, team);
+  int token = draw_token(in, params, b, d, words, part, u, space, team);
   threadgroup_barrier(mem_flags::mem_device);
   write_results(in, params, b, d, token, tokens, accepted, logprobs, team);
 }

@@ -101,6 +101,10 @@ METAL_FUNC uint clz(uint x) {
   return __clz(x);
 }
 
+METAL_FUNC uint popcount(uint x) {
+  return __popc(x);
+}
+
 template <typename T>
 METAL_FUNC T max(T x, T y) {
   return x > y ? x : y;

@@ -13,7 +13,6 @@ namespace mlx_mtp::gpu {
 #include "../../metal/params.h"
 
 constexpr int GROUP = 256; // logits a maximum of the filters
-constexpr int PART = 1024; // logits of which the draw knows the weight
 constexpr int FEW = 512; // candidates that a row keeps with filters
 
 inline int ceil_div(int n, int m) {
@@ -24,6 +23,12 @@ inline int ceil_div(int n, int m) {
 // spreads over the whole GPU, more where it is filled anyway.
 inline int chunk_size(int rows, int vocab) {
   return static_cast<int64_t>(rows) * vocab < (1 << 23) ? 4096 : 16384;
+}
+
+// Logits of which the draw knows the weight, likewise: a simdgroup of the
+// second dispatch sums them.
+inline int part_size(int rows, int vocab) {
+  return chunk_size(rows, vocab) == 4096 ? 256 : 2048;
 }
 
 // The name of a dtype in the names of kernels.

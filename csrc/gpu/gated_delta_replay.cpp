@@ -11,6 +11,7 @@ namespace mlx_mtp {
 namespace {
 
 constexpr int MAX_KEY_DIM = 256;
+constexpr int ROW_LANES = 8; // threads of one value row
 
 // The dtype of the kernel: that of k, v and q where it is one.
 mx::Dtype common_dtype(const std::vector<mx::array>& inputs) {
@@ -35,6 +36,15 @@ start_state(gpu::Encoder& encoder, const mx::array& state, mx::array& out) {
     encoder.allocate(out);
   }
   return state;
+}
+
+// Whether every row of x starts at a multiple of 4 elements.
+bool is_aligned(const mx::array& x) {
+  bool aligned = x.offset() % (4 * x.itemsize()) == 0;
+  for (int axis = 0; axis + 1 < static_cast<int>(x.ndim()); ++axis) {
+    aligned &= gpu::stride(x, axis) % 4 == 0;
+  }
+  return aligned;
 }
 
 void set_strides(int (&strides)[3], const mx::array& x) {
@@ -86,6 +96,8 @@ void GatedDeltaReplay::eval_gpu(
   params.key_dim = Dk;
   params.value_dim = v.shape(3);
   params.has_q = has_q;
+  params.aligned = Dk % 4 == 0 && is_aligned(state) && is_aligned(k) &&
+      is_aligned(q) && is_aligned(outputs[0]);
   params.steps_stride = gpu::stride(steps, 0);
   set_strides(params.k_strides, k);
   set_strides(params.v_strides, v);
@@ -104,10 +116,10 @@ void GatedDeltaReplay::eval_gpu(
             (params.key_dim <= 128 ? "_128" : "_256"),
         {0, 1, 2, 3, 4, 5, 6},
         {7, 8},
-        128,
+        64,
         [&](int threads) {
-          int rows = gpu::ceil_div(params.value_dim, threads / 32);
-          return gpu::Grid{rows, params.value_heads, B};
+          int groups = gpu::ceil_div(params.value_dim, threads / ROW_LANES);
+          return gpu::Grid{groups, params.value_heads, B};
         });
   }
   if (cast_y) {

@@ -22,6 +22,8 @@ VerifyDraftParams verify_params(
   params.vocab = V;
   params.chunk = chunk_size(rows, V);
   params.chunks = ceil_div(V, params.chunk);
+  params.part = part_size(rows, V);
+  params.parts = ceil_div(V, params.part);
   params.groups = ceil_div(V, GROUP);
   params.batch = in[0].shape(0);
   params.drafts = in[0].shape(1) - 1;

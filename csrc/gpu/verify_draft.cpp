@@ -60,17 +60,15 @@ void VerifyDraft::eval_gpu(
   int rows = B * T + (has_.draft_logits ? B * (T - 1) : 0);
   auto params =
       gpu::verify_params(buffers, rows, temperature_first_, filtered_, has_);
-  int64_t parts = params.chunks * (params.chunk / gpu::PART);
   int64_t decisions = filtered_ ? 1 : B * sizeof(gpu::Decision);
-  auto scratch =
-      gpu::verify_scratch(encoder, params, rows, B * parts * 8, decisions);
+  auto scratch = gpu::verify_scratch(
+      encoder, params, rows, int64_t(B) * params.parts * 8, decisions);
   buffers.insert(buffers.end(), scratch.begin(), scratch.end());
   buffers.insert(buffers.end(), outputs.begin(), outputs.end());
 
   std::string type = gpu::type_name(buffers[0].dtype());
   gpu::Kernels kernels(
       encoder, kernels::verify_draft, params, std::move(buffers));
-  auto grid = [](int x, int y = 1) { return [=](int) { return Grid{x, y}; }; };
   gpu::shape_rows(kernels, type, params, rows);
   if (!filtered_) {
     kernels.run(
@@ -78,14 +76,16 @@ void VerifyDraft::eval_gpu(
         {0, 1, 2, 3, 4, 8, 9, 10, 11, 12, 13, 14},
         {15, 16, 19},
         256,
-        grid(B, params.chunks));
+        [&](int threads) {
+          return Grid{B, gpu::ceil_div(params.parts, threads / 32)};
+        });
   }
   kernels.run(
       (filtered_ ? "verify_draft_draw_filtered_" : "verify_draft_draw_") + type,
       {0, 1, 2, 3, 4, 8, 9, 10, 11, 12, 13, 14, 15, 16},
       {17, 18, 19},
       256,
-      grid(B));
+      [&](int) { return Grid{B}; });
 }
 
 } // namespace mlx_mtp

@@ -57,6 +57,14 @@ def turns(machine, seed):
         yield many.sample(x, np.full((5, 2), 0.5, np.float32), temperature=t)
     rows, u = x[None, :2, :8500].copy(), np.zeros((1, 3), np.float32)
     yield many.verify_draft(rows, np.full((1, 1), 5), uniforms=u)
+    # Parts of more groups than simdgroups, and more parts than threads.
+    for V, part, threads in ((3000, 1024, 64), (8500, 256, 32)):
+        parts = Host(machine, chunk=4096, threads=threads, seed=seed, part=part)
+        target = np.round(rng.normal(0, 1, (1, 2, V)), 1).astype(np.float32)
+        draft, ids = target[:, 1:].copy(), np.full((1, 1), 5)
+        for u in (0.37, 0.999):
+            coins = np.array([[0.9999, u, 0.5]], np.float32)
+            yield parts.verify_draft(target, ids, draft, uniforms=coins)
     # More rows than simdgroups, of which there can not be more.
     most, u = Host(machine, threads=1024, seed=seed), np.zeros((1, 35), np.float32)
     rows = np.zeros((1, 34, 8), np.float32)

@@ -1,9 +1,12 @@
 """Random cases of the sampling kernels against the CPU path: the same tokens and
 accepted counts, but where a decision is too close for float32, which is counted apart.
 
-    python tests/metal/campaign.py [CASES]     default 10000 for each op and dtype
+    python tests/metal/campaign.py [--cases N] [--device gpu] [--seed S]
+
+N of each op and dtype, 10,000 by default, on the emulator or on an NVIDIA GPU.
 """
 
+import argparse
 import sys
 import tempfile
 from collections import Counter
@@ -168,6 +171,7 @@ def run(machine, dtype, count, seed=0, op="verify_draft"):
             chunk=int(choose(rng, [256, 4096])[0]),
             threads=int(choose(rng, [32, 64, 128])[0]),
             seed=int(rng.integers(0, 100)),
+            part=int(choose(rng, [256, 1024])[0]),
         )
         with np.errstate(all="ignore"):
             expected = on_cpu(case, dtype)
@@ -188,12 +192,27 @@ def run(machine, dtype, count, seed=0, op="verify_draft"):
     return counts, wrong
 
 
-def main(count):
+def make_machine(device):
+    if device == "gpu":
+        sys.path.append(str(HERE.parent / "cuda"))
+        from machine import Machine
+
+        return Machine()
     out = Path(tempfile.mkdtemp()) / "kernels.so"
-    machine = emulator.Emulator(emulator.build(host.SOURCES, out, include=[host.METAL]))
+    return emulator.Emulator(emulator.build(host.SOURCES, out, include=[host.METAL]))
+
+
+def main():
+    p = argparse.ArgumentParser()
+    p.add_argument("--cases", type=int, default=10_000, metavar="N")
+    p.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
+    p.add_argument("--seed", type=int, default=0, metavar="S")
+    args = p.parse_args()
+    mx.set_default_device(mx.cpu)
+    machine = make_machine(args.device)
     failed = 0
     for op, dtype in product(("verify_draft", "verify_coupled"), host.DTYPES):
-        counts, wrong = run(machine, dtype, count, op=op)
+        counts, wrong = run(machine, dtype, args.cases, args.seed, op)
         print(op, dtype, dict(counts), f"wrong: {len(wrong)}", flush=True)
         for case, b, expected, got in wrong[:5]:
             shape = case["target"].shape
@@ -203,4 +222,4 @@ def main(count):
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 10_000))
+    sys.exit(main())

@@ -94,14 +94,15 @@ def verify_scratch(params, rows, unused):
         densities = scratch(BT, STRUCTS["Density"])
         few = scratch(BT * 512, ctypes.c_uint64)
         return {12: partials, 13: maxima, 14: densities, 15: few, 16: unused}
-    sums = scratch(B * chunks * -(-params.chunk // 1024), ctypes.c_uint64)
+    sums = scratch(B * params.parts, ctypes.c_uint64)
     decisions = scratch(B, STRUCTS["Decision"])
     return {12: partials, 13: unused, 14: unused, 15: sums, 16: decisions}
 
 
-def verify_arguments(x, y, draft_tokens, coins, lengths, allowed, chunk, params):
+def verify_arguments(x, y, draft_tokens, coins, lengths, allowed, sizes, params):
     """What the kernels of both verifying ops are given: constants and buffers."""
     B, T, V = x.shape
+    chunk, part = sizes
     order = params.pop("filter_order", "temperature_first")
     filtered = params.pop("filtered", filters(params))
     off = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
@@ -111,6 +112,8 @@ def verify_arguments(x, y, draft_tokens, coins, lengths, allowed, chunk, params)
         vocab=V,
         chunk=chunk,
         chunks=-(-V // chunk),
+        part=part,
+        parts=-(-V // part),
         groups=-(-V // 256),
         batch=B,
         drafts=T - 1,
@@ -145,14 +148,20 @@ def verify_arguments(x, y, draft_tokens, coins, lengths, allowed, chunk, params)
 class Host:
     """The ops on an emulator. ``launch`` arguments: see ``emulator.Emulator``."""
 
-    def __init__(self, emulator, chunk=None, threads=None, seed=0):
+    def __init__(self, emulator, chunk=None, threads=None, seed=0, part=None):
         self.emulator = emulator
         self.chunk = chunk
+        self.part = part
         self.threads = threads
         self.seed = seed
 
     def chunk_size(self, rows, V):
         return self.chunk or (4096 if rows * V < 2**23 else 16384)
+
+    def sizes(self, rows, V):
+        """Logits of a chunk and of a part."""
+        chunk = self.chunk_size(rows, V)
+        return chunk, self.part or (2048 if chunk == 16384 else 256)
 
     def launch(self, kernel, grid, threads, buffers):
         threads = self.threads or threads
@@ -231,9 +240,9 @@ class Host:
         if draft_temperature is None:
             draft_temperature = params.get("temperature", 1)
         rows = B * T + (B * (T - 1) if draft is not None else 0)
-        chunk = self.chunk_size(rows, V)
+        sizes = self.sizes(rows, V)
         constants, buffers = verify_arguments(
-            x, y, draft_tokens, uniforms, draft_lengths, allowed, chunk, params
+            x, y, draft_tokens, uniforms, draft_lengths, allowed, sizes, params
         )
         buffers[8], constants.draft_temperature_stride = params_array(
             draft_temperature, B
@@ -263,9 +272,9 @@ class Host:
         """As ``mlx_mtp.ops.verify_coupled`` -> tokens, accepted, logprobs."""
         x = target if target.dtype != np.float32 else store(target, dtype)
         B, T, V = x.shape
-        rows, chunk = B * T, self.chunk_size(B * T, V)
+        rows, sizes = B * T, self.sizes(B * T, V)
         verify, buffers = verify_arguments(
-            x, x, draft_tokens, seed, draft_lengths, allowed, chunk, params
+            x, x, draft_tokens, seed, draft_lengths, allowed, sizes, params
         )
         buffers[8] = np.asarray(position, np.int32)
         buffers |= verify_scratch(verify, rows, x)
@@ -290,8 +299,9 @@ class Host:
         B, kind = params.batch, "filtered_" * bool(params.filtered)
         self.launch_rows(dtype, params, rows, buffers)
         if not params.filtered:
-            grid = (B, params.chunks)
-            self.launch(f"verify_draft_residual_{dtype}", grid, 256, buffers)
+            threads = self.threads or 256
+            grid = (B, -(-params.parts // (threads // 32)))
+            self.launch(f"verify_draft_residual_{dtype}", grid, threads, buffers)
         self.launch(f"verify_draft_draw_{kind}{dtype}", (B,), 256, buffers)
 
     def commit_rows(self, cache, rows, start, count, ring=0):
@@ -338,6 +348,9 @@ class Host:
         B, T, Hv, Dv = v.shape
         Hk, Dk = k.shape[2:]
         g, beta = (np.ascontiguousarray(x, np.float32) for x in (g, beta))
+        state = np.array(state, np.float32)
+        out = state if in_place else np.full_like(state, np.nan)
+        aligned = Dk % 4 == 0 and all(s % 4 == 0 for x in (k, q) for s in strides(x, 3))
         constants = STRUCTS["GatedDeltaReplayParams"](
             steps=T,
             key_heads=Hk,
@@ -345,6 +358,7 @@ class Host:
             key_dim=Dk,
             value_dim=Dv,
             has_q=has_q,
+            aligned=aligned,
             steps_stride=1,
             k_strides=strides(k, 3),
             v_strides=strides(v, 3),
@@ -352,8 +366,6 @@ class Host:
             beta_strides=strides(beta, 3),
             q_strides=strides(q, 3),
         )
-        state = np.array(state, np.float32)
-        out = state if in_place else np.full_like(state, np.nan)
         y = np.ones(v.shape, v.dtype)
         buffers = {
             0: state,
@@ -367,8 +379,8 @@ class Host:
             8: y if has_q else out,
             9: constants,
         }
-        threads = self.threads or 128
-        grid = (-(-Dv // (threads // 32)), Hv, B)
+        threads = self.threads or 64
+        grid = (-(-Dv // (threads // 8)), Hv, B)
         size = 128 if Dk <= 128 else 256
         self.launch(f"gated_delta_replay_{dtype}_{size}", grid, threads, buffers)
         return (out, load(y, dtype)) if has_q else out
