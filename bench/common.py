@@ -35,6 +35,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         default="openblas",
         help="on Linux: the system's OpenBLAS, or what MLX's wheel brings",
     )
+    p.add_argument("--device", choices=("cpu", "gpu"), help="MLX's choice if not given")
     p.add_argument("--threads", type=int, default=1, help="threads of OpenBLAS")
     return p
 
@@ -45,6 +46,8 @@ def start(args: argparse.Namespace) -> dict:
         blas.load_openblas(args.threads)
     import mlx.core as mx
 
+    if args.device:
+        mx.set_default_device(mx.Device(getattr(mx, args.device)))
     return {
         "versions": {n: v for n in PACKAGES if (v := _version(n)) is not None},
         "python": platform.python_version(),

@@ -6,8 +6,9 @@ The kernel text is launched as the ops launch it, many times in one CUDA graph, 
 inputs that rotate through 200 MB, so that the L2 cache does not hold them (a vocabulary
 of 32,000 at B = 1 does fit). A time is the median of 25 replays over the number of
 operations. ``copy`` is a device copy of the bytes that a verification needs: every
-logit of the target and the draft once. ``parts_us`` has each dispatch alone, where the
-later ones find nothing to do. Right results: ``pytest --device gpu tests/metal``.
+logit of the target and the draft once, or reads and writes the states once.
+``parts_us`` has each dispatch alone, where the later ones find nothing to do. Right
+results: ``pytest --device gpu tests/metal``.
 """
 
 from __future__ import annotations
@@ -121,6 +122,32 @@ def time_copy(machine, size):
     return statistics.median(time_graph(machine, operations))
 
 
+def time_replay(machine, B, with_outputs, T=5, heads=32, dim=128):
+    """Microseconds of ``gated_delta_replay``, and those of a copy of its states."""
+    rng, recorder, operations = np.random.default_rng(0), Recorder(), []
+    size = B * heads * dim * dim * 4
+    k = rng.normal(0, 0.1, (B, T, heads, dim)).astype(np.float32)
+    v = rng.normal(0, 1, (B, T, heads, dim)).astype(np.float32)
+    g = rng.random((B, T, heads), np.float32)
+    for _ in range(max(2, int(ROTATED / size))):
+        recorder.launches = []
+        state = np.zeros((B, heads, dim, dim), np.float32)
+        q = k if with_outputs else None
+        Host(recorder).gated_delta_replay(
+            state, k, v, g, g, [T] * B, q, dtype="bfloat16", in_place=True
+        )
+        operations.append(recorder.launches)
+    return {
+        "kernel": "gated_delta_forward" if with_outputs else "gated_delta_replay",
+        "B": B,
+        "T": T,
+        "heads": heads,
+        "dim": dim,
+        "us": statistics.median(time_graph(machine, operations)),
+        "copy_us": time_copy(machine, size),
+    }
+
+
 def spread(values):
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return (high - low) / middle
@@ -186,6 +213,11 @@ def main():
             f"(copy {r['copy_us']:.1f}; {parts})",
             flush=True,
         )
+    for B in (1, 32):
+        for with_outputs in (False, True):
+            r = time_replay(machine, B, with_outputs)
+            results.append(r)
+            print(f"{r['kernel']} B={B}: {r['us']:.1f} us (copy {r['copy_us']:.1f})")
     if args.json:
         text = json.dumps({"header": about, "rows": results}, indent=1)
         args.json.write_text(text + "\n")

@@ -298,6 +298,36 @@ def measure(mx, header, name, arms, inputs, repeats, **about):
     }
 
 
+def gpu_cases(mx, ops, about, quick):
+    """The same for a GPU, where batches are wide and NumPy is no peer."""
+    V, half = VOCABULARY, mx.bfloat16
+    hot = {"temperature": 0.7}
+    verify = [
+        (1, V, {}),
+        (1, V, hot),
+        (1, V, FILTERED),
+        (1, V, {**hot, "top_p": 0.95}),
+        (32, 248320, hot),
+        (32, 248320, FILTERED),
+    ]
+    for B, V, params in verify[: 3 if quick else None]:
+        arms, inputs = verify_arms(mx, ops, B, 4, V, half, params)
+        del arms["numpy"]
+        yield "verify_draft", arms, inputs, about(half, params, B=B, K=4, V=V)
+    for S in (256, 65536):
+        shape = {"B": 1, "H": 8, "S": S, "D": 128, "T": 5}
+        yield (
+            "commit_rows",
+            *commit_arms(mx, ops, **shape, dtype=half),
+            about(half, **shape),
+        )
+    for outputs in (False, True):
+        shape = {"B": 32, "T": 5, "Hk": 32, "Hv": 32, "D": 128}
+        arms = replay_arms(mx, ops, **shape, dtype=half, outputs=outputs)
+        name = "gated_delta_forward" if outputs else "gated_delta_replay"
+        yield name, *arms, about(half, **shape)
+
+
 def cases(mx, ops, quick):
     """(name, arms, inputs, what to say about it)"""
     V, half, full = VOCABULARY, mx.bfloat16, mx.float32
@@ -306,6 +336,9 @@ def cases(mx, ops, quick):
         dtype = str(dtype).removeprefix("mlx.core.")
         return {"dtype": dtype, "shape": shape, "params": params or {}}
 
+    if mx.default_device() == mx.gpu:
+        yield from gpu_cases(mx, ops, about, quick)
+        return
     verify = [
         (1, V, full, {}),
         (1, V, full, FILTERED),
