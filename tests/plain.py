@@ -1,4 +1,5 @@
-"""What plain decoding leaves behind every token, to compare caches with bit for bit."""
+"""What plain decoding leaves behind every token, to compare caches with: bit for bit on
+a CPU, while a GPU rounds a row otherwise in a block."""
 
 import mlx.core as mx
 from tiny import ScriptedDrafter, plain_tokens, random_prompt
@@ -36,9 +37,15 @@ class Plain:
         for entry, expected in zip(caches, self.states[length], strict=True):
             for x, y in zip(contents(entry), expected, strict=True):
                 assert x.dtype == y.dtype
-                assert mx.array_equal(x, y)
+                assert equal(x, y)
         row = self.model(mx.array([self.fed[length : length + 1]]), cache=caches)[0, -1]
-        assert mx.array_equal(row, self.logits[length + 1])
+        assert equal(row, self.logits[length + 1])
+
+
+def equal(x, y):
+    if mx.default_device() == mx.cpu:
+        return mx.array_equal(x, y)
+    return mx.allclose(x, y, atol=1e-4)
 
 
 def contents(entry):

@@ -75,9 +75,8 @@ def test_partly_accepted_rounds_leave_the_draft_models_caches_exact(family):
 def padded(model, width):
     """The model with logits of another width; new ones are the largest of all."""
     weight = model.lm_head.weight
-    model.lm_head.weight = mx.concatenate(
-        [weight, 9.0 * mx.ones((max(width - weight.shape[0], 0), weight.shape[1]))]
-    )[:width]
+    more = 9.0 * mx.ones_like(weight)
+    model.lm_head.weight = mx.concatenate([weight, more])[:width]
     rows = model.model.embed_tokens.weight
     model.model.embed_tokens.weight = mx.concatenate([rows, rows])[:width]
     model.args.vocab_size = width

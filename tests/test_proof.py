@@ -20,7 +20,8 @@ from mlx_mtp.round import Round
 from mlx_mtp.targets import as_target
 
 VOCAB = 12
-SMALL = Size(tokens=24, streams=1024, batch=256)
+# MLX's CUDA backend rotates no more rows at once where so few of their values turn.
+SMALL = Size(tokens=24, streams=1024, batch=64 if mx.cuda.is_available() else 256)
 
 
 @pytest.fixture(scope="module")
