@@ -64,6 +64,19 @@ def test_drafts_of_tokens_that_the_enumeration_leaves_out_pass(parts):
     assert min(p for result in results for p in result.p_values.values()) > 1e-4
 
 
+def test_a_forward_of_ours_that_is_not_the_models_is_found(parts):
+    target, drafter = parts
+
+    class Sharper(type(target)):
+        def logits(self, hidden):
+            return 1.3 * super().logits(hidden)
+
+    target = Sharper(target.model)
+    drafter = MTPHeadDrafter(drafter.head, target)
+    report = verify(subject(target, drafter), SMALL)
+    assert {"block widths", "sampled", "enumerated"} <= failed(report)
+
+
 class UnfilteredQ(MTPHeadDrafter):
     """Forgets that its drafts were filtered."""
 

@@ -19,7 +19,7 @@ from ..speculative import SpeculativeDecoder
 from ..state import Position, classify
 from ..stream import bucket
 from . import statistics
-from .streams import Restricted, Streams, drafter_of, draw_plain
+from .streams import Restricted, Streams, drafter_of, draw_plain, own_logits
 
 ALPHA = 1e-3  # how often all tests together fail although nothing is wrong
 WIDTHS = range(1, 17)
@@ -141,7 +141,7 @@ def _difference(target, prompt, expected, got) -> dict | None:
     if at is None:
         return None
     context = mx.array([[*prompt, *expected[:at]]])
-    row = target.prefill(context, target.make_cache()).logits[0, -1]
+    row = own_logits(target, context, target.make_cache())[0, -1]
     a, b = row[expected[at]].item(), row[got[at]].item()
     near = abs(a - b) <= tolerance(row.dtype, mx.abs(row).max().item())
     return {"position": at, "gap": abs(a - b), "near_tie": near}
@@ -151,13 +151,13 @@ def _difference(target, prompt, expected, got) -> dict | None:
 
 
 def widths(subject: Subject, size: Size, track: Track) -> list[Result]:
-    """Logits of a block against those of one token after the other."""
+    """Logits of a block against the model's own of one token after the other."""
     target, prompt = subject.target, subject.prompts[0]
     caches, rows, tokens = target.make_cache(), [], []
-    row = target.prefill(mx.array([prompt]), caches).logits[0, -1]
+    row = own_logits(target, mx.array([prompt]), caches)[0, -1]
     for _ in WIDTHS:
         tokens.append(mx.argmax(row).item())
-        row = target.prefill(mx.array([tokens[-1:]]), caches).logits[0, -1]
+        row = own_logits(target, mx.array([tokens[-1:]]), caches)[0, -1]
         rows.append(np.array(row.astype(mx.float32)))
     expected, ids = np.stack(rows), mx.array([tokens])
     allowed = tolerance(row.dtype, np.abs(expected).max())
@@ -344,7 +344,7 @@ def _enumerate(subject, size, track, name, params, draft_params, kind=Round) -> 
 def _few(subject: Subject) -> tuple[list[int], list[int]]:
     """A context, and the ids, in order, of its most likely next tokens."""
     target, context = subject.target, list(subject.text)
-    row = target.prefill(mx.array([context]), target.make_cache()).logits[0, -1]
+    row = own_logits(target, mx.array([context]), target.make_cache())[0, -1]
     ids = np.argsort(np.array(row.astype(mx.float32)))[-IDS:]
     if subject.drafter.greedy_only:
         context += [*ids.tolist()] * 2  # something to copy
@@ -357,7 +357,7 @@ def joint(target: Restricted, context: list[int], params) -> np.ndarray:
     out = np.ones((size,) * LENGTH)
     for i in range(LENGTH):
         rows = [[*context, *x] for x in itertools.product(target.ids, repeat=i)]
-        logits = target.prefill(mx.array(rows), target.make_cache()).logits[:, -1]
+        logits = own_logits(target, mx.array(rows), target.make_cache())[:, -1]
         p = np.array([_shaped(row, target.ids, params) for row in logits])
         out *= p.reshape((size,) * (i + 1) + (1,) * (LENGTH - i - 1))
     return out
