@@ -16,7 +16,14 @@ from mlx_mtp import loading
 from mlx_mtp.drafters import MTPHead
 from mlx_mtp.heads import UnsupportedHead
 from mlx_mtp.heads.checkpoint import find_spec
-from mlx_mtp.loading import DEMO, load, load_head, probe_head, save_head
+from mlx_mtp.loading import (
+    DEMO,
+    load,
+    load_drafter,
+    load_head,
+    probe_head,
+    save_head,
+)
 
 CONFIG = json.loads((DEMO / "config.json").read_text())
 RAW = mx.load(str(DEMO / "model.safetensors"))
@@ -426,6 +433,18 @@ def test_bad_config_is_named(folder):
     (path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not valid JSON"):
         quiet_load(path)
+
+
+def test_an_empty_name_is_no_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(DEMO)
+    with pytest.raises(ValueError, match="has no name"):
+        load("")
+
+
+@pytest.mark.parametrize("name", ["mtp", "return_config"])
+def test_what_a_drafter_cannot_take_is_refused(name):
+    with pytest.raises(TypeError, match=f"{name} is an argument of load alone"):
+        load_drafter(DEMO, None, None, **{name: True})
 
 
 @pytest.mark.parametrize("path", ["./none", "/none", "a/b/c"])

@@ -295,11 +295,15 @@ def load_drafter(
             the assistant is for another model.
         UnsupportedHead: It is an embedding or reranking model.
         FileNotFoundError, ValueError: As in ``load``.
+        TypeError: ``mtp`` or ``return_config`` is given.
 
     Example:
         >>> drafter = load_drafter("gemma-4-E2B-it-assistant", model, tokenizer)
         >>> stream_generate(model, tokenizer, prompt, mtp=drafter)
     """
+    for name in ("mtp", "return_config"):
+        if name in options:
+            raise TypeError(f"[load_drafter] {name} is an argument of load alone.")
     folder = find_model(path_or_hf_repo, options.pop("revision", None), tokenizer=False)
     config = _read_json(folder / "config.json")
     _refuse_encoder(folder, config)
@@ -478,9 +482,12 @@ def find_model(
 
     Raises:
         FileNotFoundError: There is no such model, or files are missing.
+        ValueError: The name is empty.
     """
     if str(path_or_hf_repo) == "demo":
         return DEMO
+    if path_or_hf_repo == "":
+        raise ValueError('[load] The model has no name. "." is the current folder.')
     folder = Path(path_or_hf_repo).expanduser()
     if not folder.exists():
         folder = _download(str(path_or_hf_repo), revision)

@@ -348,13 +348,19 @@ def commits(machine, seed):
 def replays(machine, seed, dtypes=DTYPES):
     rng = np.random.default_rng(3)
     emulated = Host(machine, threads=64, seed=seed)
-    for i, Dk in enumerate([128, 40, 200]):
+    # Whole rows and others, and rows that are not a multiple of those of a simdgroup.
+    for i, (Dk, Dv) in enumerate([(128, 4), (40, 3), (200, 4), (256, 8)]):
         dtype = dtypes[i % len(dtypes)]
-        size = {"B": 2, "T": 3, "Hk": 2, "Hv": 4, "Dk": Dk, "Dv": 3}
+        size = {"B": 2, "T": 3, "Hk": 2, "Hv": 4, "Dk": Dk, "Dv": Dv}
         args = delta_case(rng, **size, dtype=dtype) | {"steps": [2, 3 * (i % 2)]}
         yield emulated.gated_delta_replay(**args, dtype=dtype)
         del args["q"]
         yield [emulated.gated_delta_replay(**args, dtype=dtype)]
+    # What lies behind the end of a row stays 0.
+    args = delta_case(rng, 1, 1, 1, 1, Dk=38, Dv=2, dtype="float32") | {"steps": [1]}
+    args |= {name: np.abs(args[name]) for name in ("k", "q")}
+    args["v"][:] = np.inf
+    yield emulated.gated_delta_replay(**args)
 
 
 SAMPLING = [units, coupled, flaws, drafts, borders, filters, turns, sampling]
