@@ -48,7 +48,7 @@ from mlx_mtp.targets import TargetOutput, as_target
 
 # A plan may be this part of what MLX measures beside the weights, which depends on how
 # far the device lags behind the host.
-BELOW, ABOVE = 0.85, 2.0
+BELOW, ABOVE = 0.7, 2.0
 
 
 def measured(target, drafter, prompt, tokens, depth, make=None, chunk=2048):
