@@ -385,11 +385,10 @@ def main():
 
     common.show_header(header)
     mx.random.seed(0)
-    rows = [
-        measure(mx, header, name, arms, inputs, 5 if args.quick else 25, **about)
-        for name, arms, inputs, about in cases(mx, ops, args.quick)
-    ]
-    common.write(args.json, header, rows)
+    rows, repeats = [], 5 if args.quick else 25
+    for name, arms, inputs, about in cases(mx, ops, args.quick):
+        rows.append(measure(mx, header, name, arms, inputs, repeats, **about))
+        common.write(args.json, header, rows)
 
 
 if __name__ == "__main__":
