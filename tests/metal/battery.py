@@ -65,6 +65,10 @@ def turns(machine, seed):
         for u in (0.37, 0.999):
             coins = np.array([[0.9999, u, 0.5]], np.float32)
             yield parts.verify_draft(target, ids, draft, uniforms=coins)
+    # A threshold at the border of two parts that one thread has.
+    even, u = np.zeros((1, 1, 64 * 256), np.float32), np.zeros((1, 2), np.float32)
+    u[0, 0] = 1 / 64
+    yield parts.verify_draft(even, np.zeros((1, 0)), uniforms=u)
     # More rows than simdgroups, of which there can not be more.
     most, u = Host(machine, threads=1024, seed=seed), np.zeros((1, 35), np.float32)
     rows = np.zeros((1, 34, 8), np.float32)
