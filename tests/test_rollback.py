@@ -172,6 +172,8 @@ def test_unusable_logits_raise_and_leave_the_emitted_tokens(plain, way):
         def prefill(self, tokens, caches):
             return self.poison(tokens, super().prefill(tokens, caches))
 
+        step = prefill
+
         def poison(self, tokens, out):
             bad = (tokens == self.bad)[..., None]
             return out._replace(logits=mx.where(bad, mx.nan, out.logits))

@@ -132,6 +132,8 @@ def verify(target, drafts, q, uniforms, allowed=None, **params):
                 logprobs.append(shaped.log_softmax[d])
                 continue
             residual = np.maximum(p - qi, 0)
+            # So little is a difference of roundings in float32.
+            margin = min(margin, residual.sum())
             p = residual if residual.sum() > 1e-6 else p
         token, border = draw(p, uniform(uniforms[-2:]))
         return (
