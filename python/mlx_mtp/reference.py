@@ -127,6 +127,8 @@ def verify(target, drafts, q, uniforms, allowed=None, **params):
             if not (np.isfinite(qi).all() and qi[d] > 0):
                 return unusable
             margin = min(margin, abs(uniforms[i] * qi[d] - p[d]) / qi[d])
+            if qi[d] < 2.0**-60:
+                margin = 0.0  # nothing so rare is drawn, and float32 may have no p
             if uniforms[i] * qi[d] < p[d]:
                 tokens.append(d)
                 logprobs.append(shaped.log_softmax[d])
