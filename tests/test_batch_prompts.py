@@ -115,6 +115,31 @@ def test_a_request_that_leaves_before_its_turn_changes_nothing(pools):
     assert [compare(r, rest[i]) for i, r in zip(ids, some, strict=True)] == [0] * 3
 
 
+def test_a_callback_removes_others_but_not_its_own_request(llama):
+    decoder = SpeculativeDecoder(as_target(llama), NGramDrafter(), DEPTH)
+    prompts = [random_prompt(10 + i, 96, i) for i in range(3)]
+    batch, done = BatchIterator(decoder), []
+
+    def progress(read, total):
+        if read == total and not done:
+            done.append(batch.remove(ids[2]))
+            with pytest.raises(RuntimeError, match="cannot remove its own"):
+                batch.remove(ids[0])
+
+    ids = [
+        batch.add(prompt, max_tokens=8, progress=None if i else progress)
+        for i, prompt in enumerate(prompts)
+    ]
+    found = {id_: [] for id_ in ids}
+    for outputs in batch:
+        for out in outputs:
+            found[out.id] += [step.token for step in out.steps]
+    assert done == [True] and found.pop(ids[2]) == []
+    for id_, prompt in zip(found, prompts[:2], strict=True):
+        steps = decoder.stream(prompt, max_tokens=8)
+        assert found[id_] == [step.token for step in steps]
+
+
 def test_if_prompts_cannot_be_read_together_each_is_by_itself(pools, monkeypatch):
     pool, calls = pools["hybrid"], []
     prefill = pool.decoder.target.prefill

@@ -607,6 +607,7 @@ def test_what_does_not_fit_is_a_named_error(loaded, qwen, monkeypatch):
     for change, error, message in (
         ({"input_ids": fewer}, PlaceholderMismatch, "11 image placeholders but .* 12"),
         ({"image_grid_thw": None}, PlaceholderMismatch, "12 image .* 0 features"),
+        ({"pixel_values": None}, PlaceholderMismatch, "but pixel_values is missing"),
         ({"input_ids": ids[0]}, ValueError, r"shape \(1, P\), but has shape \(21,\)"),
         ({"attention_mask": mx.zeros(ids.shape)}, ValueError, "padded"),
     ):

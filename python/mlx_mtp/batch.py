@@ -308,6 +308,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         self._alone = self._probe()
         self._requests: dict[int, _Request] = {}
         self._outputs: dict[int, BatchOutput] = {}
+        self._running: _Request | None = None
         self._next_id, self._fed = 0, -1  # the id that was fed last
         self._slots: list[_Request | None] = []
         self._state: RoundState | None = None
@@ -358,14 +359,21 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         return id_
 
     def remove(self, id: int) -> bool:
-        """Ends a request; False if there is none of this id.
+        """Ends a request; False if there is none of this id. Callbacks of a request may
+        end others, and itself by raising.
 
         A cache of the caller's holds its prompt and every token of it that was in an
         output.
         """
-        request = self._requests.pop(id, None)
+        request = self._requests.get(id)
         if request is None:
             return False
+        if request is self._running:
+            raise RuntimeError(
+                "[BatchIterator] A callback cannot remove its own request. Raise an "
+                "exception there to end it."
+            )
+        del self._requests[id]
         try:
             self._leave(request)
         except BaseException:
@@ -463,7 +471,10 @@ class BatchIterator(Iterator[list[BatchOutput]]):
 
     def _advance(self, request: _Request, share=None, error=None) -> None:
         """Runs a request to where it waits: for a round, or for its next turn."""
+        if request.id not in self._requests:
+            return  # a callback of another one removed it
         steps, out = request.steps, None
+        before, self._running = self._running, request
         try:
             item = steps.throw(error) if error is not None else steps.send(share)
             while item is not None:
@@ -482,6 +493,8 @@ class BatchIterator(Iterator[list[BatchOutput]]):
             self._end(request, "stop" if stops else "length")
         except Exception as failure:
             self._end(request, "error", failure)
+        finally:
+            self._running = before
 
     def _output(self, request: _Request) -> BatchOutput:
         return self._outputs.setdefault(request.id, BatchOutput(request.id))

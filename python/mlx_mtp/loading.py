@@ -304,6 +304,7 @@ def load_drafter(
     for name in ("mtp", "return_config"):
         if name in options:
             raise TypeError(f"[load_drafter] {name} is an argument of load alone.")
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     folder = find_model(path_or_hf_repo, options.pop("revision", None), tokenizer=False)
     config = _read_json(folder / "config.json")
     _refuse_encoder(folder, config)

@@ -50,7 +50,7 @@ class Qwen35VisionTarget(Qwen35Target):
             )
         if attention_mask is not None and not mx.all(attention_mask == 1).item():
             raise ValueError("[VisionPrompt] The prompt is padded.")
-        self._check_placeholders(ids, inputs)
+        self._check_placeholders(ids, {"pixel_values": pixel_values, **inputs})
         out = self.model.get_input_embeddings(ids, pixel_values, **inputs)
         shape = (3, 1, ids.shape[1])
         positions = np.broadcast_to(np.array(out.position_ids), shape)[:, 0]
@@ -64,6 +64,11 @@ class Qwen35VisionTarget(Qwen35Target):
         for kind in ("image", "video"):
             count = mx.sum(ids == getattr(config, f"{kind}_token_id")).item()
             grid = inputs.get(f"{kind}_grid_thw")
+            pixels = "pixel_values" if kind == "image" else "pixel_values_videos"
+            if grid is not None and inputs.get(pixels) is None:
+                raise PlaceholderMismatch(
+                    f"[VisionPrompt] {kind}_grid_thw is given but {pixels} is missing."
+                )
             patches = 0 if grid is None else np.array(grid).prod(axis=1).sum()
             wanted = int(patches) // area
             if count != wanted:
