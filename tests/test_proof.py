@@ -15,7 +15,7 @@ from mlx_mtp.cli.options import chat_prompt
 from mlx_mtp.cli.verify import PROMPTS, TEXT, lines
 from mlx_mtp.drafters import MTPHeadDrafter, NGramDrafter
 from mlx_mtp.proof import ALPHA, Report, Result, Size, Subject, statistics, verify
-from mlx_mtp.proof.checks import enumerated
+from mlx_mtp.proof.checks import enumerated, widths
 from mlx_mtp.round import Round
 from mlx_mtp.targets import as_target
 
@@ -75,6 +75,19 @@ def test_a_forward_of_ours_that_is_not_the_models_is_found(parts):
     drafter = MTPHeadDrafter(drafter.head, target)
     report = verify(subject(target, drafter), SMALL)
     assert {"block widths", "sampled", "enumerated"} <= failed(report)
+
+
+def test_a_plain_step_that_is_not_the_models_is_found(parts):
+    target, drafter = parts
+
+    class Rolled(type(target)):
+        def step(self, tokens, caches):
+            out = super().step(tokens, caches)
+            return out._replace(logits=mx.roll(out.logits, 1, axis=-1))
+
+    subject_ = subject(Rolled(target.model), drafter)
+    (result,) = widths(subject_, SMALL, lambda seeds, _: seeds)
+    assert not result.ok and "plain steps" in result.line
 
 
 class UnfilteredQ(MTPHeadDrafter):
