@@ -69,12 +69,12 @@ def turns(machine, seed):
     even, u = np.zeros((1, 1, 64 * 256), np.float32), np.zeros((1, 2), np.float32)
     u[0, 0] = 1 / 64
     yield parts.verify_draft(even, np.zeros((1, 0)), uniforms=u)
-    # A flaw beside a peak that is the first of the next chunk.
-    target, draft = np.zeros((1, 2, 600), np.float32), np.zeros((1, 1, 600), np.float32)
-    target[0, 0, 256], draft[0, 0, 256], draft[0, 0, 3] = 7.24, 40, np.nan
-    ids, coins = np.full((1, 1), 256), np.array([[0.8, 0.5, 0.5]], np.float32)
+    # A flaw, and a peak that is the first of the next chunk.
+    target, draft = np.zeros((1, 2, 800), np.float32), np.zeros((1, 1, 800), np.float32)
+    target[0, 0, 512], draft[0, 0, 512], draft[0, 0, 3] = 7.53, 40, np.nan
+    ids, coins = np.full((1, 1), 512), np.array([[0.8, 0.5, 0.5]], np.float32)
     stats = np.array([[[40, -np.inf, 1]]], np.float32)
-    flawed = Host(machine, chunk=256, threads=64, seed=seed)
+    flawed = Host(machine, chunk=512, threads=32, seed=seed)
     yield flawed.verify_draft(target, ids, draft, uniforms=coins, draft_stats=stats)
     # More rows than simdgroups, of which there can not be more.
     most, u = Host(machine, threads=1024, seed=seed), np.zeros((1, 35), np.float32)
