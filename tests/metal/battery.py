@@ -39,7 +39,7 @@ def turns(machine, seed):
     # Ties within a lane, and chunks of more groups than are read at once.
     x = cases.rounded(rng.normal(0, 2, (4, 2500)), "bfloat16")
     x[0, [5, 261, 1029]], x[1, [300, 1324]] = 9, 9
-    x[2, [5, 261, 1029]] = np.nan, 8, 9
+    x[2, [5, 261, 1029]], x[3, 2000] = [np.nan, 8, 9], 9
     u = np.array([[0.7, 0], [0.1, 0.9], [0, 0], [0.999, 0]], np.float32)
     words = cases.bits(rng.random((4, 2500)) < 0.5)
     for chunk, threads in ((4096, 32), (1024, 64)):
@@ -47,7 +47,9 @@ def turns(machine, seed):
         for params in ({"temperature": 0}, {}, {"top_k": 9}, {"top_p": 0.9}):
             yield one.sample(x, u, **params)
             yield one.sample(x, u, allowed=words, **params)
-        yield one.verify_draft(x[:, None], np.zeros((4, 0)), uniforms=u)
+        for t in (1, 0.6):
+            none = np.zeros((4, 0))
+            yield one.verify_draft(x[:, None], none, uniforms=u, temperature=t)
     # What counts lies in the second turn of a lane, or in both.
     x = rng.normal(0, 1, (5, 17000)).astype(np.float32)
     x[0, [0, 9000]], x[1, [300, 8500]], x[2, [300, 8500]] = [8, 9], 9, [8, 9]
