@@ -131,6 +131,9 @@ def filters(machine, seed):
     x[1, :202] = [2 - 1 / 2400, 1 - 1 / 3200, *np.linspace(1, 1.1, 200)]
     for k in (1, 100):
         yield emulated.sample(x, u[:2], top_k=k)
+    # More candidates than threads.
+    x = rng.normal(0, 1, (1, 26000)).astype(np.float32)
+    yield emulated.sample(x, u[:1], top_k=80, top_p=0.9)
 
 
 def coupled(machine, seed, dtypes=DTYPES):
