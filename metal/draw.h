@@ -80,13 +80,30 @@ hot_groups(Weights<T, FILTERED> x, int first, int end, uint lane) {
       group < end && (!FILTERED || x.maxima[group] >= x.p.threshold));
 }
 
-// The weight of the groups [begin, end), in every thread, and in lane i that of
-// the shares of the simdgroups up to i. `sums` has one value a simdgroup.
+// The weights of the shares of the simdgroups: in lane i that of simdgroup i
+// and of all up to it, in every lane that of all.
 struct Shares {
   ulong mine;
   ulong prefix;
   ulong total;
 };
+
+// From the sum of every lane. `sums` has one value a simdgroup.
+METAL_FUNC Shares gather_shares(ulong sum, threadgroup ulong* sums, Team team) {
+  sum = simd_total(sum);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (team.lane == 0) {
+    sums[team.simdgroup] = sum;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  Shares shares;
+  shares.mine = team.lane < team.simdgroups ? sums[team.lane] : 0ul;
+  shares.prefix = simd_prefix(shares.mine, team.lane);
+  shares.total = shuffle(shares.prefix, 31);
+  return shares;
+}
+
+// Of the groups [begin, end).
 
 template <typename T, bool FILTERED>
 METAL_FUNC Shares sum_groups(
@@ -105,17 +122,7 @@ METAL_FUNC Shares sum_groups(
       sum += weights8(x, group * GROUP + int(team.lane) * 8).sum;
     }
   }
-  sum = simd_total(sum);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (team.lane == 0) {
-    sums[team.simdgroup] = sum;
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  Shares shares;
-  shares.mine = team.lane < team.simdgroups ? sums[team.lane] : 0ul;
-  shares.prefix = simd_prefix(shares.mine, team.lane);
-  shares.total = shuffle(shares.prefix, 31);
-  return shares;
+  return gather_shares(sum, sums, team);
 }
 
 // The id of the 8 of every lane where the running sum passes `threshold`, or
@@ -312,17 +319,9 @@ METAL_FUNC int find_in_part(
     if (first < end) {
       w = weights8(x, id);
     }
-    ulong sum = simd_total(w.sum);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (team.lane == 0) {
-      sums[team.simdgroup] = sum;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    ulong mine = team.lane < team.simdgroups ? sums[team.lane] : 0ul;
-    ulong all = simd_prefix(mine, team.lane);
-    ulong total = shuffle(all, 31);
-    if (total > threshold) {
-      Pick owner = pick(mine, all, threshold);
+    Shares shares = gather_shares(w.sum, sums, team);
+    if (shares.total > threshold) {
+      Pick owner = pick(shares.mine, shares.prefix, threshold);
       if (int(team.simdgroup) == owner.lane) {
         int found = find_in_group(w, id, owner.rest, team.lane);
         if (team.lane == 0) {
@@ -332,7 +331,7 @@ METAL_FUNC int find_in_part(
       threadgroup_barrier(mem_flags::mem_threadgroup);
       return *result;
     }
-    threshold -= total;
+    threshold -= shares.total;
   }
   return -1;
 }

@@ -185,7 +185,7 @@ kernel void gated_delta_replay(
       owned ? params.key_dim : 0,
       owned && first == 0};
   int n = metal::clamp(steps[long(b) * params.steps_stride], 0, params.steps);
-  // The same for all threads but where the last rows are not a multiple of 4.
+  // The same for all lanes of a simdgroup.
   bool whole = params.aligned != 0 && params.key_dim == KEY_DIM &&
       params.value_dim % (32 / ROW_LANES) == 0 && owned;
   if (whole) {

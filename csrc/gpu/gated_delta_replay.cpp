@@ -39,7 +39,7 @@ start_state(gpu::Encoder& encoder, const mx::array& state, mx::array& out) {
 }
 
 // Whether every row of x starts at a multiple of 4 elements.
-bool is_aligned(const mx::array& x) {
+bool has_rows_of_fours(const mx::array& x) {
   bool aligned = x.offset() % (4 * x.itemsize()) == 0;
   for (int axis = 0; axis + 1 < static_cast<int>(x.ndim()); ++axis) {
     aligned &= gpu::stride(x, axis) % 4 == 0;
@@ -96,8 +96,9 @@ void GatedDeltaReplay::eval_gpu(
   params.key_dim = Dk;
   params.value_dim = v.shape(3);
   params.has_q = has_q;
-  params.aligned = Dk % 4 == 0 && is_aligned(state) && is_aligned(k) &&
-      is_aligned(q) && is_aligned(outputs[0]);
+  params.aligned = Dk % 4 == 0 && has_rows_of_fours(state) &&
+      has_rows_of_fours(k) && has_rows_of_fours(q) &&
+      has_rows_of_fours(outputs[0]);
   params.steps_stride = gpu::stride(steps, 0);
   set_strides(params.k_strides, k);
   set_strides(params.v_strides, v);
