@@ -314,18 +314,21 @@ def gpu_cases(mx, ops, about, quick):
         arms, inputs = verify_arms(mx, ops, B, 4, V, half, params)
         del arms["numpy"]
         yield "verify_draft", arms, inputs, about(half, params, B=B, K=4, V=V)
-    for S in (256, 65536):
-        shape = {"B": 1, "H": 8, "S": S, "D": 128, "T": 5}
-        yield (
-            "commit_rows",
-            *commit_arms(mx, ops, **shape, dtype=half),
-            about(half, **shape),
-        )
+    caches = [{"B": 1, "H": 8, "S": S, "D": 128, "T": 5} for S in (256, 65536)]
+    states = {"B": 32, "T": 5, "Hk": 32, "Hv": 32, "D": 128}
+    yield from state_cases(mx, ops, about, caches, states, half)
+
+
+def state_cases(mx, ops, about, caches, states, dtype):
+    """The ops on caches of these shapes, and on states of this one and dtype."""
+    half = mx.bfloat16
+    for shape in caches:
+        arms = commit_arms(mx, ops, **shape, dtype=half)
+        yield "commit_rows", *arms, about(half, **shape)
     for outputs in (False, True):
-        shape = {"B": 32, "T": 5, "Hk": 32, "Hv": 32, "D": 128}
-        arms = replay_arms(mx, ops, **shape, dtype=half, outputs=outputs)
+        arms = replay_arms(mx, ops, **states, dtype=dtype, outputs=outputs)
         name = "gated_delta_forward" if outputs else "gated_delta_replay"
-        yield name, *arms, about(half, **shape)
+        yield name, *arms, about(dtype, **states)
 
 
 def cases(mx, ops, quick):
@@ -362,18 +365,9 @@ def cases(mx, ops, quick):
     for params in [{}, FILTERED, {"top_p": 0.95}][1 if quick else 0 :][: 2 - quick]:
         arms = sample_arms(mx, ops, 1, V, full, params)
         yield "sample", *arms, about(full, params, B=1, K=0, V=V)
-    for B in (1, 4):
-        shape = {"B": B, "H": 8, "S": 8192, "D": 128, "T": 4}
-        yield (
-            "commit_rows",
-            *commit_arms(mx, ops, **shape, dtype=half),
-            about(half, **shape),
-        )
-    for outputs in (False, True):
-        shape = {"B": 1, "T": 4, "Hk": 16, "Hv": 32, "D": 128}
-        arms = replay_arms(mx, ops, **shape, dtype=full, outputs=outputs)
-        name = "gated_delta_forward" if outputs else "gated_delta_replay"
-        yield name, *arms, about(full, **shape)
+    caches = [{"B": B, "H": 8, "S": 8192, "D": 128, "T": 4} for B in (1, 4)]
+    states = {"B": 1, "T": 4, "Hk": 16, "Hv": 32, "D": 128}
+    yield from state_cases(mx, ops, about, caches, states, full)
 
 
 def main():
