@@ -103,6 +103,22 @@ def test_a_step_of_a_padded_cache_is_the_models_own(qwen):
     assert mx.array_equal(logits, qwen(row, cache=theirs))
 
 
+def test_a_padded_qwen_prompt_is_read_in_pieces_as_by_its_model(qwen):
+    target, lengths = as_target(qwen), [9, 4]
+    tokens = mx.array([random_prompt(9, 128, i) for i in (1, 2)])
+    ours, theirs = target.make_cache(), target.make_cache()
+    for cache in (*ours, *theirs):
+        if hasattr(cache, "left_padding"):
+            cache.prepare(lengths=lengths)
+    for piece in (tokens[:, :5], tokens[:, 5:]):
+        logits = target.prefill(piece, ours).logits, qwen(piece, cache=theirs)
+        assert mx.array_equal(logits[0][0], logits[1][0])
+    for a, b in zip(ours, theirs, strict=True):
+        if hasattr(a, "left_padding"):
+            assert a.lengths.tolist() == b.lengths.tolist()
+            assert all(mx.array_equal(*x) for x in zip(a.cache, b.cache, strict=True))
+
+
 @pytest.mark.parametrize("cuts", [[17], [1, 16], [6, 11], [16, 1], [5, 1, 2, 9]])
 def test_a_qwen_prompt_leaves_what_the_models_own_forward_does(qwen, cuts):
     """Read in any pieces: logits, hidden rows and caches, bit for bit."""

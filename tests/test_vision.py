@@ -3,6 +3,7 @@ kept of a prompt with images goes with it wherever it goes.
 """
 
 import sys
+from dataclasses import replace
 from itertools import islice
 
 import mlx.core as mx
@@ -610,9 +611,13 @@ def test_what_does_not_fit_is_a_named_error(loaded, qwen, monkeypatch):
         ({"pixel_values": None}, PlaceholderMismatch, "but pixel_values is missing"),
         ({"input_ids": ids[0]}, ValueError, r"shape \(1, P\), but has shape \(21,\)"),
         ({"attention_mask": mx.zeros(ids.shape)}, ValueError, "padded"),
+        ({"attention_mask": np.zeros(ids.shape)}, ValueError, "padded"),
     ):
         with pytest.raises(error, match=message):
             VisionPrompt.of(model, **{**inputs, **change})
+    for name in ("embeds", "positions"):
+        with pytest.raises(ValueError, match=f"{name} must have shape"):
+            replace(prompt, **{name: getattr(prompt, name)[:, :-1]})
     with pytest.raises(ValueError, match="Qwen35Target takes no images"):
         VisionPrompt.of(qwen, **inputs)
     with pytest.raises(ValueError, match="prompt has images, but a Qwen35Target takes"):

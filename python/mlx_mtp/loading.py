@@ -167,33 +167,28 @@ def load(
         {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})},
         config,
     )
-    _attach(
-        _Checkpoint(model, tokenizer, folder, trunk, config),
-        lazy,
-        mtp=mtp,
-        probe=probe,
-        dtype=dtype,
-        memory=memory,
-    )
+    found = _Checkpoint(model, tokenizer, folder, trunk, config)
+    _attach(found, lazy, mtp, probe, dtype, memory)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
 def load_vision(
     path_or_hf_repo: str | Path,
     *,
+    adapter_path: str | None = None,
     lazy: bool = False,
     revision: str | None = None,
+    trust_remote_code: bool = False,
     mtp: bool | str | Path = True,
     probe: bool = True,
     dtype: mx.Dtype | None = None,
     memory: MemoryPolicy | None = None,
-    **options,
 ):
     """Loads a model that reads images, by ``mlx_vlm``, and its MTP head.
 
     Args:
-        path_or_hf_repo, lazy, revision, mtp, probe, dtype, memory: As in ``load``.
-        options: The other arguments of ``mlx_vlm.load``.
+        path_or_hf_repo, adapter_path, lazy, revision, trust_remote_code, mtp, probe,
+            dtype, memory: As in ``load``.
 
     Returns:
         ``(model, processor)``, as ``mlx_vlm.load`` gives them, with ``model.mtp_head``.
@@ -217,19 +212,15 @@ def load_vision(
             f"load_vision needs mlx-vlm ({error}): pip install 'mlx-mtp[vision]'"
         ) from error
     folder = find_model(path_or_hf_repo, revision)
-    _refuse_code(folder, options.get("trust_remote_code", False))
+    _refuse_code(folder, trust_remote_code)
     trunk, config = _read_trunk(folder), _read_json(folder / "config.json")
-    model, processor = mlx_vlm.load(str(folder), lazy=True, **options)
+    model, processor = mlx_vlm.load(
+        str(folder), adapter_path, lazy=True, trust_remote_code=trust_remote_code
+    )
     as_target(model)  # a model type without one is refused here
     tokenizer = TokenizerWrapper(getattr(processor, "tokenizer", processor))
-    _attach(
-        _Checkpoint(model, tokenizer, folder, trunk, config),
-        lazy,
-        mtp=mtp,
-        probe=probe,
-        dtype=dtype,
-        memory=memory,
-    )
+    found = _Checkpoint(model, tokenizer, folder, trunk, config)
+    _attach(found, lazy, mtp, probe, dtype, memory)
     return model, processor
 
 
@@ -244,7 +235,7 @@ class _Checkpoint:
     config: dict[str, Any]
 
 
-def _attach(found: _Checkpoint, lazy, *, mtp, probe, dtype, memory) -> None:
+def _attach(found: _Checkpoint, lazy, mtp, probe, dtype, memory) -> None:
     """Reads the weights, and leaves the head and what belongs to it on the model."""
     model, folder = found.model, found.folder
     if dtype is None and mx.default_device() == mx.cpu:

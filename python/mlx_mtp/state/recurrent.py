@@ -29,14 +29,14 @@ class GatedDeltaView:
         """How many of the next ``width`` rows the state takes, ``(B,)``."""
         if self.lengths is None:
             return mx.full((self.state.shape[0],), width, mx.int32)
-        return self.lengths
+        return mx.clip(self.lengths, 0, width)
 
     def window_after(self) -> mx.array:
         """The window behind these rows."""
         rows, size = self.inputs[0], self.window.shape[1]
         if self.lengths is None:
             return mx.contiguous(rows[:, -size:])
-        places = self.lengths[:, None] + mx.arange(size)
+        places = self.steps(rows.shape[1] - size)[:, None] + mx.arange(size)
         return mx.take_along_axis(rows, places[..., None], axis=1)
 
 

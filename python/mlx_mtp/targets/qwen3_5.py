@@ -76,6 +76,7 @@ class Qwen35Target:
         for (layer, cache), view in zip(pairs, views, strict=True):
             if layer.is_linear:
                 cache[0], cache[1] = view.window_after(), view.after
+                cache.advance(tokens.shape[1])
         return out
 
     def _view(self, net, cache, tokens):

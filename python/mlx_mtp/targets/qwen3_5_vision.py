@@ -48,7 +48,7 @@ class Qwen35VisionTarget(Qwen35Target):
                 "[VisionPrompt] input_ids must be those of one prompt, with shape "
                 f"(1, P), but has shape {ids.shape}."
             )
-        if attention_mask is not None and not mx.all(attention_mask == 1).item():
+        if attention_mask is not None and not np.all(np.array(attention_mask) == 1):
             raise ValueError("[VisionPrompt] The prompt is padded.")
         self._check_placeholders(ids, {"pixel_values": pixel_values, **inputs})
         out = self.model.get_input_embeddings(ids, pixel_values, **inputs)

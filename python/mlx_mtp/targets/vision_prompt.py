@@ -43,12 +43,31 @@ class VisionPrompt:
     Args:
         tokens (array): ``(P,)`` int32, with a placeholder for each image feature.
         embeds (array): ``(1, P, H)``, their embeddings, the features in their places.
-        positions (array): ``(3, P)`` int32, along time, height and width, from 0.
+        positions (array): ``(3, P)`` int32 of NumPy, along time, height and width, from
+            0.
+
+    Raises:
+        ValueError: A shape is another one.
     """
 
     tokens: mx.array
     embeds: mx.array
     positions: np.ndarray
+
+    def __post_init__(self):
+        size = self.tokens.size
+        shapes = {
+            "tokens": (self.tokens.shape, self.tokens.ndim == 1),
+            "embeds": (self.embeds.shape, self.embeds.shape[:2] == (1, size)),
+            "positions": (self.positions.shape, self.positions.shape == (3, size)),
+        }
+        wanted = {"tokens": "(P,)", "embeds": "(1, P, H)", "positions": "(3, P)"}
+        for name, (shape, fits) in shapes.items():
+            if not fits:
+                raise ValueError(
+                    f"[VisionPrompt] {name} must have shape {wanted[name]} but has "
+                    f"shape {tuple(shape)}; P is {size}."
+                )
 
     def __len__(self) -> int:
         return self.tokens.size
