@@ -19,20 +19,25 @@ from batches import (
     prompt,
     read,
     row_by_row,
+    window_model,
 )
 from families import tiny_family
 from plain import LENGTH, PROMPT, Plain
 from tiny import (
+    StatelessDrafter,
     TableDrafter,
     TableTarget,
     plain_tokens,
+    random_head,
     random_prompt,
     start_row,
+    tiny_llama,
+    tiny_qwen,
 )
 
 from mlx_mtp.batch import BatchIterator
 from mlx_mtp.batch_round import BatchRound
-from mlx_mtp.drafters import DraftModelDrafter, NGramDrafter
+from mlx_mtp.drafters import DraftModelDrafter, Drafts, NGramDrafter
 from mlx_mtp.round import Round, stack_states
 from mlx_mtp.sampling import SamplingParams
 from mlx_mtp.speculative import SpeculativeDecoder, UnusableLogits
@@ -585,3 +590,45 @@ def test_a_long_row_joins_short_ones(plain):
     assert telemetry.emitted == 60
     expected = [s.token for s in plain.decoder.stream(long, max_tokens=5)]
     assert expected[-len(steps[second]) :] == [s.token for s in steps[second]]
+
+
+def unchanged(tokens, logits):
+    return logits
+
+
+class Nothing(StatelessDrafter):
+    """Leaves its part of a block without tokens."""
+
+    def propose(self, state, context):
+        tokens = mx.full((context.count.size, context.depth), -1, mx.int32)
+        return Drafts(tokens, lengths=mx.zeros_like(context.count)), state
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen, window_model])
+def test_a_filler_reaches_no_row(make):
+    """Slots that nobody uses are fed some token too, and 0 may have an embedding that
+    is NaN, which a mask would not keep out."""
+    model = make()
+    trunk = getattr(model, "language_model", model)
+    embedding = trunk.embed if "embed" in trunk else trunk.model.embed_tokens
+    output = trunk.head if "head" in trunk else trunk.lm_head
+    output.weight[0] = 0  # so that it is not chosen
+    target, found = as_target(model), []
+    drafters = [Nothing(), NGramDrafter(), DraftModelDrafter(target, target, 96)]
+    if make is tiny_qwen:
+        drafters[2] = random_head(target)
+    prompts = [[1 + t for t in random_prompt(n, 95, n)] for n in (1, 17, 9, 30)]
+    for filler in (0, mx.nan):
+        embedding.weight[0] = filler
+        for drafter in drafters:
+            decoder, rows = SpeculativeDecoder(target, drafter, DEPTH), []
+            for processors in ([], [unchanged]):
+                options = {"max_tokens": 20, "processors": processors}
+                batch = BatchIterator(decoder)
+                for tokens in prompts:
+                    rows.append(list(decoder.stream(tokens, **options)))
+                    batch.add(tokens, **options)
+                rows += read(batch)[0].values()
+            found.append([[step.token for step in steps] for steps in rows])
+    assert not any(0 in row for row in found[0])
+    assert all(rows == found[0] for rows in found)

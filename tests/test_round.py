@@ -96,7 +96,7 @@ def test_a_flagged_row_gives_no_token_and_leaves_the_others_alone():
     params = SamplingParams(1.0)
     good = [start_row(round_, [0, i], CAPACITY, params, seed=i)[0] for i in (1, 2)]
     bad = start_row(round_, [0, 3], CAPACITY, params, seed=9)[0]
-    bad = {**bad, "tokens": mx.array([[4, -1, -1, -1]])}
+    bad = {**bad, "tokens": mx.array([[4] * 4])}
     before = stack_states([good[0], bad, good[1]])
     after, result = round_(before, CAPACITY)
     assert result.counts[1, 0].item() == -1

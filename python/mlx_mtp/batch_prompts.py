@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from .round import pad_to
 from .state import Adapter
 from .targets import TargetOutput
 
@@ -45,12 +44,13 @@ class JointPrompts:
         self._adapters = adapters
         self._lengths = [prompt.size for prompt in prompts]
         width, ends = max(self._lengths), mx.array(self._lengths) - 1
-        tokens = mx.stack([pad_to(prompt, (width,)) for prompt in prompts])
+        # Padded with a token in use: the embedding of any other may be NaN.
+        tokens = [mx.pad(x, (0, width - x.size), mode="edge") for x in prompts]
         self._caches = target.make_cache()
         if width > min(self._lengths):
             for adapter, cache in self._parts():
                 adapter.set_lengths(cache, self._lengths)
-        out = target.prefill(tokens, self._caches)
+        out = target.prefill(mx.stack(tokens), self._caches)
         projects = getattr(target, "projects", False)
         rows = out.hidden if projects else out.logits
         last = mx.take_along_axis(rows, ends[:, None, None], axis=1)

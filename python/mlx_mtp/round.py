@@ -273,11 +273,10 @@ class Round:
             offset (int, optional): The cache's length as a host integer, for models
                 that cannot be traced with a device offset.
         """
-        newest = mx.take_along_axis(
-            state["tokens"], mx.maximum(state["count"] - 1, 0)[:, None], axis=1
-        )
+        newest = state["tokens"][:, -1:]
         rows = mx.concatenate([newest, Drafts(*proposal.drafts).tokens], axis=1)
-        rows = mx.clip(rows, 0, self.target.vocab_size - 1)
+        known = rows.astype(mx.uint32) < self.target.vocab_size
+        rows = mx.where(known, rows, newest)
         position = Position(
             state["offset"] if offset is None else offset,
             state["steps"],
@@ -362,12 +361,14 @@ class Round:
         spare = self.width - tokens.shape[1]
         if spare:
             tokens = mx.pad(tokens, [(0, 0), (0, spare)], constant_values=mx.array(-1))
+        newest = mx.take_along_axis(tokens, mx.maximum(accepted, 0)[:, None], axis=1)
         state = {
             **verified,
             "offset": verified["offset"] + steps,
             "steps": steps,
             "draft": proposal.draft_state,
-            "tokens": tokens,
+            # What stands behind them is embedded too, so it must be a token in use.
+            "tokens": mx.where(tokens < 0, mx.maximum(newest, 0), tokens),
             "count": count,
             "keys": proposal.keys,
         }

@@ -51,7 +51,8 @@ class DraftContext:
     """Everything a drafter gets for one round, all of it arrays of the last round.
 
     Args:
-        tokens (array): ``(B, T)`` int32, the tokens emitted, newest at ``count - 1``.
+        tokens (array): ``(B, T)`` int32, the tokens emitted, newest at ``count - 1``
+            and again behind it.
         count (array): ``(B,)`` int32, how many they are.
         hidden (array, optional): ``(B, T, H)``, the target's hidden rows; row i is
             the one that predicted ``tokens[:, i]``.

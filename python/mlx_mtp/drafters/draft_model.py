@@ -89,7 +89,7 @@ class DraftModelDrafter:
     def propose(self, state, context: DraftContext):
         leaves, offset, steps = state
         count = context.count
-        rows = self._known(mx.maximum(context.tokens, 0))  # unused slots hold -1
+        rows = self._known(context.tokens)
         logits, committed = self._forward(
             rows, leaves, Position(offset, steps, context.attended)
         )

@@ -309,8 +309,7 @@ class Gemma4AssistantDrafter:
 
     def propose(self, state, context: DraftContext):
         newest = mx.maximum(context.count - 1, 0)[:, None]
-        token = mx.take_along_axis(context.tokens, newest, axis=1)[:, 0]
-        token = mx.maximum(token, 0)  # a flagged row holds -1
+        token = context.tokens[:, -1]
         hidden = mx.take_along_axis(context.hidden, newest[..., None], axis=1)[:, 0]
         memory, position = self._read(context.shared_kv)
         tokens, rows, stats = [], [], []

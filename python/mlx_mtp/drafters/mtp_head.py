@@ -248,7 +248,7 @@ class MTPHeadDrafter:
 
         ``embeds`` ``(B, T, H)`` stands for the embeddings of the tokens.
         """
-        tokens, outs = mx.maximum(tokens, 0), []  # unused slots hold -1
+        outs = []
         for j, (module, memories) in enumerate(zip(self._chain, views, strict=True)):
             if j:
                 hidden = mx.concatenate([carry[j - 1], outs[-1][:, :-1]], axis=1)

@@ -100,6 +100,7 @@ class NGramDrafter:
         best = mx.argmax(score, axis=1).astype(mx.int32)
         found = mx.max(score, axis=1) >= 0
         rows = best[:, None] + 1 + mx.arange(depth)
-        tokens = mx.take_along_axis(history, mx.minimum(rows, size - 1), axis=1)
+        rows = mx.minimum(rows, length[:, None] - 1)  # no filler for the target
+        tokens = mx.take_along_axis(history, rows, axis=1)
         lengths = mx.where(found, mx.minimum(depth, length - 1 - best), 0)
         return tokens, lengths.astype(mx.int32)
