@@ -20,6 +20,7 @@ pytest.importorskip(
 import mlx_vlm
 from PIL import Image
 from vision import (
+    END,
     TALL,
     WIDE,
     image_inputs,
@@ -602,22 +603,6 @@ def test_what_does_not_fit_is_a_named_error(loaded, qwen, monkeypatch):
     model, processor = loaded
     inputs = processed(processor)
     prompt = VisionPrompt.of(model, **inputs)
-    ids = inputs["input_ids"]
-    place = ids[0].tolist().index(model.config.image_token_id)
-    fewer = mx.concatenate([ids[:, :place], ids[:, place + 1 :]], axis=1)
-    for change, error, message in (
-        ({"input_ids": fewer}, PlaceholderMismatch, "11 image placeholders but .* 12"),
-        ({"image_grid_thw": None}, PlaceholderMismatch, "12 image .* 0 features"),
-        ({"pixel_values": None}, PlaceholderMismatch, "but pixel_values is missing"),
-        ({"input_ids": ids[0]}, ValueError, r"shape \(1, P\), but has shape \(21,\)"),
-        ({"attention_mask": mx.zeros(ids.shape)}, ValueError, "padded"),
-        ({"attention_mask": np.zeros(ids.shape)}, ValueError, "padded"),
-    ):
-        with pytest.raises(error, match=message):
-            VisionPrompt.of(model, **{**inputs, **change})
-    for name in ("embeds", "positions"):
-        with pytest.raises(ValueError, match=f"{name} must have shape"):
-            replace(prompt, **{name: getattr(prompt, name)[:, :-1]})
     with pytest.raises(ValueError, match="Qwen35Target takes no images"):
         VisionPrompt.of(qwen, **inputs)
     with pytest.raises(ValueError, match="prompt has images, but a Qwen35Target takes"):
@@ -635,6 +620,192 @@ def test_what_does_not_fit_is_a_named_error(loaded, qwen, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlx_vlm", None)
     with pytest.raises(ImportError, match=r"pip install 'mlx-mtp\[vision\]'"):
         load_vision("anything")
+
+
+TWO = image_inputs(5, WIDE, 4, TALL, 9)
+GRIDS, IDS, PIXELS = (
+    TWO[name] for name in ("image_grid_thw", "input_ids", "pixel_values")
+)
+
+
+def tokens_moved(start, stop, to):
+    """The prompt with some of its tokens elsewhere."""
+    row = IDS[0].tolist()
+    part, rest = row[start:stop], row[:start] + row[stop:]
+    return {"input_ids": mx.array([rest[:to] + part + rest[to:]])}
+
+
+def grid(*rows):
+    return {"image_grid_thw": mx.array(rows)}
+
+
+PLACE, BLOCK = PlaceholderMismatch, "Block {} of image placeholders has {} tokens but"
+BAD_INPUTS = [
+    ({"image_grid_thw": None}, PLACE, "pixel_values is given but image_grid_thw is mi"),
+    ({"pixel_values": None}, PLACE, "image_grid_thw is given but pixel_values is miss"),
+    ({"image_grid_thw": None, "pixel_values": None}, PLACE, BLOCK.format(1, 10)),
+    ({"input_ids": IDS[:, :20]}, PLACE, BLOCK.format(2, 0)),
+    (tokens_moved(8, 9, 25), PLACE, BLOCK.format(1, 9)),
+    (tokens_moved(21, 31, 0), PLACE, BLOCK.format(1, 8) + " must have 10"),
+    (grid(TALL, WIDE), PLACE, BLOCK.format(1, 10) + " must have 8"),
+    (grid(WIDE), ValueError, r"pixel_values must have shape \(40, 96\),.* \(72, 96\)"),
+    (
+        grid(WIDE, (1, 8, 0)),
+        ValueError,
+        r"image_grid_thw must .*positive.* \[1, 8, 0\]",
+    ),
+    (
+        grid(WIDE, (1, -8, -4)),
+        ValueError,
+        r"image_grid_thw must .* but has \[1, -8, -4",
+    ),
+    (grid(WIDE, (1, 32, 1)), ValueError, "image_grid_thw must .* multiples of 2"),
+    (grid(WIDE + TALL), ValueError, r"image_grid_thw must have shape \(N, 3\)"),
+    ({"image_grid_thw": GRIDS[0]}, ValueError, r"\(N, 3\),.* but has shape \(3,\)"),
+    (
+        {"image_grid_thw": GRIDS[:0]},
+        ValueError,
+        r"pixel_values must have shape \(0, 96",
+    ),
+    (
+        {"image_grid_thw": GRIDS / 2},
+        TypeError,
+        "image_grid_thw must not have dtype .*fl",
+    ),
+    (
+        {"image_grid_thw": "2"},
+        TypeError,
+        "image_grid_thw must be an array but is a str",
+    ),
+    (
+        {"pixel_values": PIXELS[:-1]},
+        ValueError,
+        r"pixel_values .* has shape \(71, 96\)",
+    ),
+    ({"pixel_values": PIXELS[:, :-1]}, ValueError, r"pixel_values .* shape \(72, 95\)"),
+    ({"pixel_values": PIXELS[None]}, ValueError, r"pixel_values .* \(1, 72, 96\)"),
+    (
+        {"pixel_values": PIXELS.astype(mx.int32)},
+        TypeError,
+        "pixel_values must not have",
+    ),
+    ({"pixel_values": [["a"]]}, TypeError, "pixel_values must be an array but is a li"),
+    ({"pixel_values_videos": PIXELS}, ValueError, "are both given, but mlx_vlm reads"),
+    (
+        {"video_grid_thw": GRIDS},
+        PLACE,
+        "video_grid_thw is given but pixel_values_videos",
+    ),
+    ({"input_ids": IDS[0]}, ValueError, r"shape \(1, P\), but has shape \(40,\)"),
+    ({"input_ids": IDS[:, :0]}, ValueError, r"shape \(1, P\), but has shape \(1, 0\)"),
+    ({"input_ids": IDS.astype(mx.float32)}, TypeError, "input_ids must not have dtype"),
+    (
+        {"input_ids": IDS + 8},
+        ValueError,
+        "input_ids has 131, outside of the vocabulary",
+    ),
+    (
+        {"input_ids": IDS - 99},
+        ValueError,
+        "input_ids has -.*, outside of the vocabulary",
+    ),
+    ({"attention_mask": mx.zeros(IDS.shape)}, ValueError, "padded"),
+    ({"attention_mask": np.zeros(IDS.shape)}, ValueError, "padded"),
+    (
+        {"attention_mask": mx.ones((1, 5))},
+        ValueError,
+        r"attention_mask must .* \(1, 5\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD_INPUTS)
+def test_inputs_that_do_not_fit_each_other(tiny, change, error, message):
+    """Each has a message that names it, and the next prompt is read right."""
+    with pytest.raises(error, match=r"\[VisionPrompt\].* " + message):
+        VisionPrompt.of(tiny.model, **{**TWO, **change})
+    decoder = SpeculativeDecoder(tiny.target, tiny.drafter, 3)
+    assert (
+        decode(decoder, tiny.prompt("two images"), 5) == tiny.theirs("two images")[:5]
+    )
+
+
+def test_inputs_may_be_arrays_of_numpy(tiny):
+    inputs = {name: np.array(x) for name, x in TWO.items()}
+    prompt, expected = VisionPrompt.of(tiny.model, **inputs), tiny.prompt("two images")
+    assert mx.array_equal(prompt.embeds, expected.embeds)
+    assert np.array_equal(prompt.positions, expected.positions)
+
+
+def test_every_step_of_a_video_has_a_block(tiny):
+    film = image_inputs(3, (2, 4, 6), 5)
+    ids = film["input_ids"][0].tolist()
+    end = ids.index(END)
+    joint = mx.array([[*ids[:end], *ids[end + 2 :], 1, 1]])
+    with pytest.raises(PlaceholderMismatch, match=r"Block 1 of video .* 12 .* have 6"):
+        VisionPrompt.of(tiny.model, **{**film, "input_ids": joint})
+
+
+def test_a_prompt_of_other_arrays_is_refused(tiny):
+    prompt = tiny.prompt("two images")
+    for change, error, message in (
+        ({"tokens": [1, 2]}, TypeError, "tokens must be a mlx.core array of integer"),
+        (
+            {"tokens": prompt.embeds},
+            TypeError,
+            "tokens must .* but is mlx.core.float32",
+        ),
+        ({"tokens": prompt.tokens[None]}, ValueError, r"tokens must .* \(1, 40\)"),
+        ({"embeds": prompt.tokens}, TypeError, "embeds must be a mlx.core array of fl"),
+        (
+            {"embeds": prompt.embeds[0]},
+            ValueError,
+            r"embeds must have shape \(1, 40, 64",
+        ),
+        (
+            {"embeds": prompt.embeds[:, :-1]},
+            ValueError,
+            r"embeds must .* \(1, 39, 64\)",
+        ),
+        (
+            {"positions": mx.array(prompt.positions)},
+            TypeError,
+            "positions must be a numpy",
+        ),
+        ({"positions": prompt.positions / 1}, TypeError, "positions must .* float64"),
+        (
+            {"positions": prompt.positions[:2]},
+            ValueError,
+            r"positions must .* \(2, 40\)",
+        ),
+        (
+            {"positions": prompt.positions - 1},
+            ValueError,
+            "positions must not be negat",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            replace(prompt, **change)
+    other = replace(prompt, embeds=prompt.embeds[..., :32])
+    with pytest.raises(ValueError, match=r"embeddings of size 32 but those .* have 64"):
+        SpeculativeDecoder(tiny.target, NGramDrafter()).stream(other)
+
+
+def test_a_distance_that_is_lost_is_not_taken_as_zero(tiny, talk):
+    decoder, caches = SpeculativeDecoder(tiny.target, tiny.drafter), []
+    caches = tiny.target.make_cache()
+    turn(decoder, tiny.model, talk, 0, caches)
+    kept, length = caches[-1][0], caches[1].offset
+    caches[-1][0] = None
+    with pytest.raises(
+        ValueError, match=f"holds {length} tokens but not their distance"
+    ):
+        turn(decoder, tiny.model, talk, 1, caches)
+    caches[-1][0] = kept
+    assert turn(decoder, tiny.model, talk, 1, caches) == talk.tokens[1]
+    fresh = tiny.target.make_cache()
+    fresh[-1][0] = kept  # of a conversation that is no longer there
+    assert turn(decoder, tiny.model, talk, 0, fresh) == talk.tokens[0]
 
 
 def test_caches_that_cannot_be_lent_are_refused(tiny):

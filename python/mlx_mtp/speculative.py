@@ -402,6 +402,12 @@ def _check_prompt(prompt, target) -> tuple[mx.array, VisionPrompt | None]:
         raise ValueError(
             f"prompt has images, but a {type(target).__name__} takes none."
         )
+    size = prompt.embeds.shape[-1]
+    if size != target.hidden_size:
+        raise ValueError(
+            f"prompt has embeddings of size {size} but those of the model have "
+            f"{target.hidden_size}."
+        )
     return _check_tokens(prompt.tokens, target.vocab_size), prompt
 
 

@@ -13,7 +13,8 @@ from mlx_vlm.models import cache as vlm_cache
 from ..state import DeltaAdapter, UnsupportedCache
 from .base import TargetOutput
 from .qwen3_5 import Qwen35Target
-from .vision_prompt import PlaceholderMismatch, PromptPart, VisionPrompt
+from .vision_inputs import check_ids, check_images
+from .vision_prompt import PromptPart, VisionPrompt
 
 LENT = ("KVCache", "QuantizedKVCache", "ArraysCache")
 FIELDS = ("keys", "values", "offset", "group_size", "bits")
@@ -42,47 +43,27 @@ class Qwen35VisionTarget(Qwen35Target):
 
     def read(self, input_ids, pixel_values=None, attention_mask=None, **inputs):
         """The prompt that ``mlx_vlm``'s processor made, see ``VisionPrompt.of``."""
-        ids = mx.array(input_ids)
-        if ids.ndim != 2 or ids.shape[0] != 1:
-            raise ValueError(
-                "[VisionPrompt] input_ids must be those of one prompt, with shape "
-                f"(1, P), but has shape {ids.shape}."
-            )
-        if attention_mask is not None and not np.all(np.array(attention_mask) == 1):
-            raise ValueError("[VisionPrompt] The prompt is padded.")
-        self._check_placeholders(ids, {"pixel_values": pixel_values, **inputs})
-        out = self.model.get_input_embeddings(ids, pixel_values, **inputs)
+        ids = check_ids(input_ids, attention_mask, self.vocab_size)
+        inputs = {"pixel_values": pixel_values, **inputs}
+        inputs = check_images(ids, inputs, self.model.config)
+        out = self.model.get_input_embeddings(ids, **inputs)
         shape = (3, 1, ids.shape[1])
         positions = np.broadcast_to(np.array(out.position_ids), shape)[:, 0]
         tokens, embeds = ids[0].astype(mx.int32), out.inputs_embeds
         mx.eval(tokens, embeds)  # the stream may be in another thread
         return VisionPrompt(tokens, embeds, positions)
 
-    def _check_placeholders(self, ids, inputs):
-        config = self.model.config
-        area = config.vision_config.spatial_merge_size**2
-        for kind in ("image", "video"):
-            count = mx.sum(ids == getattr(config, f"{kind}_token_id")).item()
-            grid = inputs.get(f"{kind}_grid_thw")
-            pixels = "pixel_values" if kind == "image" else "pixel_values_videos"
-            if grid is not None and inputs.get(pixels) is None:
-                raise PlaceholderMismatch(
-                    f"[VisionPrompt] {kind}_grid_thw is given but {pixels} is missing."
-                )
-            patches = 0 if grid is None else np.array(grid).prod(axis=1).sum()
-            wanted = int(patches) // area
-            if count != wanted:
-                raise PlaceholderMismatch(
-                    f"[VisionPrompt] The prompt has {count} {kind} placeholders but "
-                    f"its {kind}s have {wanted} features."
-                )
-
     def prefill(self, tokens, caches, part: PromptPart | None = None):
         *caches, distance = caches
-        delta = distance[0]
-        if delta is None:
+        offset, delta = caches[self._attention].offset, distance[0]
+        if not offset:
             delta = mx.zeros((tokens.shape[0],), mx.int32)
-        positions = _positions(caches[self._attention].offset, delta, tokens.shape[1])
+        elif delta is None:
+            raise ValueError(
+                f"The prompt cache holds {offset} tokens but not their distance to "
+                "positions, which is its last entry: see as_target(model).make_cache()."
+            )
+        positions = _positions(offset, delta, tokens.shape[1])
         embeds = None
         if part is not None:
             embeds, positions = part.embeds, positions + part.shift[..., 1:]

@@ -10,7 +10,7 @@ import numpy as np
 
 
 class PlaceholderMismatch(ValueError):
-    """A prompt that has not as many placeholders as its images have features."""
+    """A prompt whose placeholders are not those that its images take."""
 
 
 class PromptPart(NamedTuple):
@@ -47,7 +47,8 @@ class VisionPrompt:
             0.
 
     Raises:
-        ValueError: A shape is another one.
+        TypeError: An array is none, or of another kind of dtype.
+        ValueError: A shape is another one, or a position is negative.
     """
 
     tokens: mx.array
@@ -55,19 +56,28 @@ class VisionPrompt:
     positions: np.ndarray
 
     def __post_init__(self):
-        size = self.tokens.size
-        shapes = {
-            "tokens": (self.tokens.shape, self.tokens.ndim == 1),
-            "embeds": (self.embeds.shape, self.embeds.shape[:2] == (1, size)),
-            "positions": (self.positions.shape, self.positions.shape == (3, size)),
-        }
-        wanted = {"tokens": "(P,)", "embeds": "(1, P, H)", "positions": "(3, P)"}
-        for name, (shape, fits) in shapes.items():
-            if not fits:
-                raise ValueError(
-                    f"[VisionPrompt] {name} must have shape {wanted[name]} but has "
-                    f"shape {tuple(shape)}; P is {size}."
+        size = getattr(self.tokens, "size", 0)
+        width = getattr(self.embeds, "shape", ())[-1:]
+        for name, module, kind, shape in (
+            ("tokens", mx, "integer", (size,)),
+            ("embeds", mx, "floating", (1, size, *width)),
+            ("positions", np, "integer", (3, size)),
+        ):
+            x, array = getattr(self, name), type(module.array(0))
+            if not isinstance(x, array) or not module.issubdtype(
+                x.dtype, getattr(module, kind)
+            ):
+                raise TypeError(
+                    f"[VisionPrompt] {name} must be a {module.__name__} array of "
+                    f"{kind} dtype but is {getattr(x, 'dtype', type(x))}."
                 )
+            if tuple(x.shape) != shape:
+                raise ValueError(
+                    f"[VisionPrompt] {name} must have shape {shape} but has shape "
+                    f"{tuple(x.shape)}."
+                )
+        if self.positions.min(initial=0) < 0:
+            raise ValueError("[VisionPrompt] positions must not be negative.")
 
     def __len__(self) -> int:
         return self.tokens.size
@@ -81,10 +91,12 @@ class VisionPrompt:
             inputs: What ``mlx_vlm.prepare_inputs`` gives for one prompt.
 
         Raises:
-            PlaceholderMismatch: The prompt has not as many placeholders as the images
-                have features.
+            PlaceholderMismatch: A block of placeholders is not as long as its image
+                has features, or there are images or placeholders alone.
             UnsupportedHead: The family has no target.
-            ValueError: There are several prompts, or the model takes no images.
+            TypeError: An input is no array, or of another kind of dtype.
+            ValueError: There are several prompts, a shape or a grid does not fit, or
+                the model takes no images.
 
         Example:
             >>> inputs = mlx_vlm.prepare_inputs(processor, ["cat.png"], prompts=text)
