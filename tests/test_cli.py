@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import mlx.core as mx
 import mlx_lm
 import pytest
 
@@ -94,9 +95,17 @@ def test_info_plans_memory_and_recommends(capsys):
         sum(plan[f"{part}_gb"] for part in parts), abs=0.01
     )
     assert plan["context"] == 4096 and plan["fits"] and plan["drafter_gb"] > 0
-    assert best["depth"] == 3 and best["bits"] == 16 and best["dtype"] == "float32"
+    assert best["depth"] == 3 and best["bits"] == 32 and best["dtype"] == "float32"
     wider, _ = memory(capsys, "--context", "8192")
     assert wider["caches_gb"] > plan["caches_gb"]
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_unquantised_bits_are_those_of_the_dtype(monkeypatch, capsys, dtype):
+    monkeypatch.setattr("mlx_mtp.memory.best_dtype", lambda: dtype)
+    _, best = memory(capsys, "--budget-gb", "24")
+    assert best["bits"] == 16 and str(dtype) == f"mlx.core.{best['dtype']}"
+    assert best["largest_model"]["unquantised"] == 8
 
 
 def test_info_recommends_less_for_a_smaller_budget(capsys):

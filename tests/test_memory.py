@@ -512,7 +512,10 @@ def test_the_first_chips_get_half_precision(monkeypatch, chip, dtype):
 
 
 def test_sizes_and_bits_that_fit(monkeypatch):
-    assert largest_model(16, 24 * 10**9) == 4  # of float32, on a CPU
+    monkeypatch.setattr("mlx_mtp.memory.best_dtype", lambda: mx.float32)
+    assert largest_model(32, 24 * 10**9) == 4
+    assert best_bits(4 * 10**9, 24 * 10**9) == 32
+    assert best_bits(8 * 10**9, 24 * 10**9) == 8
     monkeypatch.setattr("mlx_mtp.memory.best_dtype", lambda: mx.bfloat16)
     assert largest_model(16, 24 * 10**9) == 8
     assert best_bits(8 * 10**9, 24 * 10**9) == 16

@@ -343,22 +343,22 @@ def best_dtype() -> mx.Dtype:
 
 
 def best_bits(parameters: int, budget: int) -> int | None:
-    """The widest weights of so many parameters that fit, 16 if they need not be
-    quantised; None if none do."""
-    room = 8 * WEIGHTS * budget / parameters
-    return next((bits for bits in (16, *QUANTISED) if _stored(bits) <= room), None)
+    """The widest weights of so many parameters that fit, as wide as ``best_dtype`` if
+    they need not be quantised; None if none do."""
+    room, widest = 8 * WEIGHTS * budget / parameters, 8 * best_dtype().size
+    return next((bits for bits in (widest, *QUANTISED) if _stored(bits) <= room), None)
 
 
 def largest_model(bits: int, budget: int) -> float | None:
-    """The largest usual size, in 10^9 parameters, of weights of so many bits that fits,
-    16 for those not quantised; None if none does."""
+    """The largest usual size, in 10^9 parameters, of weights of so many bits that fits;
+    None if none does."""
     room = 8 * WEIGHTS * budget / _stored(bits) / 1e9
     return max((size for size in SIZES if size <= room), default=None)
 
 
 def _stored(bits: int) -> float:
     """Bits of a weight, in all."""
-    return 8 * best_dtype().size if bits == 16 else bits + SCALES
+    return bits + SCALES if bits in QUANTISED else bits
 
 
 def gigabytes(size: int) -> str:

@@ -62,6 +62,7 @@ def _memory(args: argparse.Namespace) -> dict[str, dict]:
     policy = memory.MemoryPolicy(size, "shrink", args.context)
     model, _ = load(args.model, lazy=True)
     depth, plan = _plan(model, policy, args.model)
+    dtype = memory.best_dtype()
     parts = {**vars(plan), "total": plan.total}
     return {
         "memory": {
@@ -73,12 +74,12 @@ def _memory(args: argparse.Namespace) -> dict[str, dict]:
         "recommended": {
             "depth": depth,
             "bits": memory.best_bits(get_total_parameters(model), policy.limit),
-            "dtype": str(memory.best_dtype()).removeprefix("mlx.core."),
+            "dtype": str(dtype).removeprefix("mlx.core."),
             "resident_models": policy.limit // plan.total,
             "largest_model": {
                 "4 bits": memory.largest_model(4, policy.limit),
                 "8 bits": memory.largest_model(8, policy.limit),
-                "unquantised": memory.largest_model(16, policy.limit),
+                "unquantised": memory.largest_model(8 * dtype.size, policy.limit),
             },
         },
     }
