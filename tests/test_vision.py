@@ -9,6 +9,7 @@ from itertools import islice
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache
 from tiny import ScriptedDrafter, emitted, start_row
 
@@ -500,11 +501,14 @@ def test_requests_of_another_thread(tiny):
 # The public way
 
 
+def write_and_load(folder, **form):
+    write_folder(folder, **form)
+    return load_vision(folder, probe=False)
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vision")
-    write_folder(folder)
-    return load_vision(folder, probe=False)
+    return write_and_load(tmp_path_factory.mktemp("vision"))
 
 
 TEXT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n"
@@ -531,6 +535,28 @@ def test_an_image_through_processor_head_and_stream(loaded):
     model.config.eos_token_id = [1, stop]
     *_, last = stream_generate(model, processor, prompt, 24)
     assert (last.token, last.finish_reason) == (stop, "stop")
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_checkpoints_as_published(tmp_path, moe):
+    """Dense and with experts: the same model and head as from a converted one."""
+    found = []
+    for published in (False, True):
+        folder = tmp_path / str(published)
+        folder.mkdir()
+        model, processor = write_and_load(folder, moe=moe, published=published)
+        weights = [*tree_flatten(model.parameters())]
+        weights += tree_flatten(model.mtp_head.head.parameters())
+        inputs = processed(processor)
+        rows = stream_generate(model, processor, VisionPrompt.of(model, **inputs), 12)
+        rows = list(rows)
+        assert rows[-1].mtp.rounds > 0 and rows[-1].mtp.fallback is None
+        found.append((weights, [row.token for row in rows]))
+    del inputs["attention_mask"]
+    (weights, tokens), (others, more) = found
+    assert tokens == more == their_tokens(model, inputs, 12)
+    for (name, x), (other, y) in zip(weights, others, strict=True):
+        assert name == other and mx.allclose(x, y, atol=1e-6), name
 
 
 def test_a_model_without_a_head_says_so(loaded):

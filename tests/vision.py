@@ -4,6 +4,7 @@ import json
 
 import mlx.core as mx
 import numpy as np
+from head_families import raw
 from mlx.utils import tree_flatten
 from mlx_vlm.generate import generate_step
 from mlx_vlm.models import qwen3_5, qwen3_5_moe
@@ -125,8 +126,13 @@ def their_tokens(model, inputs, count):
     return [int(token) for token, _ in steps]
 
 
-def write_folder(path):
-    """A checkpoint with processor and head, its tokenizer that of the demo model."""
+def write_folder(path, moe=False, published=False):
+    """A checkpoint with processor and head, its tokenizer that of the demo model.
+
+    Args:
+        published (bool): Under the names and in the shapes of the original, the head
+            among the other weights; else as converted, the head beside them.
+    """
     tokenizer, options = (
         json.loads((DEMO / name).read_text())
         for name in ("tokenizer.json", "tokenizer_config.json")
@@ -138,7 +144,7 @@ def write_folder(path):
         tokenizer["added_tokens"].append({"id": first + i, **token})
         options["added_tokens_decoder"][str(first + i)] = token
     config = {
-        **vision_config(vocab_size=first + 4),
+        **vision_config(moe, vocab_size=first + 4),
         "vision_start_token_id": first,
         "vision_end_token_id": first + 1,
         "image_token_id": first + 2,
@@ -163,7 +169,27 @@ def write_folder(path):
     }.items():
         (path / name).write_text(json.dumps(value))
     mx.random.seed(1)
-    model = qwen3_5.Model(qwen3_5.ModelConfig.from_dict(config))
+    module = qwen3_5_moe if moe else qwen3_5
+    model = module.Model(module.ModelConfig.from_dict(config))
+    head, file = build_head(config, find_spec(config)), str(path / "model.safetensors")
+    if published:
+        weights = original(model, config, "") | original(head, config, "mtp.")
+        mx.save_safetensors(file, weights, {"format": "pt"})
+        return
     weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
-    save_head(build_head(config, find_spec(config)), path)
+    mx.save_safetensors(file, weights, {"format": "mlx"})
+    save_head(head, path)
+
+
+def original(module, config, start):
+    """Parameters under the names and in the shapes in which Qwen publishes them."""
+    weights = {}
+    for name, x in raw(module, config, start).items():
+        if name.startswith("vision_tower."):
+            name = name.replace("vision_tower", "model.visual", 1)
+        elif name.startswith("model."):
+            name = name.replace("model", "model.language_model", 1)
+        if x.ndim == 1 and "norm" in name and "linear_attn" not in name:
+            x = x - (0 if "visual" in name else 1)
+        weights[name] = x.transpose(0, 4, 1, 2, 3) if x.ndim == 5 else x
+    return weights
