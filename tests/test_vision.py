@@ -2,6 +2,7 @@
 kept of a prompt with images goes with it wherever it goes.
 """
 
+import json
 import sys
 from dataclasses import replace
 from itertools import islice
@@ -832,6 +833,25 @@ def test_a_distance_that_is_lost_is_not_taken_as_zero(tiny, talk):
     fresh = tiny.target.make_cache()
     fresh[-1][0] = kept  # of a conversation that is no longer there
     assert turn(decoder, tiny.model, talk, 0, fresh) == talk.tokens[0]
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", "gemma4_unified", "step3p7", "llama"])
+def test_other_families_are_refused_before_they_are_read(tmp_path, model_type):
+    write_folder(tmp_path)
+    file = tmp_path / "config.json"
+    config = {**json.loads(file.read_text()), "model_type": model_type}
+    file.write_text(json.dumps(config))
+    message = f"model type {model_type} has no target for images.* or use load for"
+    with pytest.raises(UnsupportedHead, match=message):
+        load_vision(tmp_path)
+
+
+def test_a_checkpoint_of_text_is_refused(tmp_path):
+    write_folder(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "vision_config": None}))
+    with pytest.raises(ValueError, match="has no vision_config"):
+        load_vision(tmp_path)
 
 
 def test_caches_that_cannot_be_lent_are_refused(tiny):

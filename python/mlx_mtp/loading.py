@@ -37,7 +37,7 @@ from .heads import HeadSpec, UnsupportedHead
 from .heads.checkpoint import build_head, convert, find_spec, select, text_config
 from .memory import Footprint, MemoryPolicy
 from .stream import bucket
-from .targets import as_target
+from .targets import as_target, check_vision
 
 DEMO = Path(__file__).parent / "demo"
 SIDECARS = ("mtp*.safetensors", "mtp/weights.safetensors")
@@ -213,11 +213,17 @@ def load_vision(
         ) from error
     folder = find_model(path_or_hf_repo, revision)
     _refuse_code(folder, trust_remote_code)
-    trunk, config = _read_trunk(folder), _read_json(folder / "config.json")
+    config = _read_json(folder / "config.json")
+    check_vision(config)
+    if not config.get("vision_config"):
+        raise ValueError(
+            f"[load] {folder} reads no images: its config.json has no vision_config. "
+            "Use load."
+        )
+    trunk = _read_trunk(folder)
     model, processor = mlx_vlm.load(
         str(folder), adapter_path, lazy=True, trust_remote_code=trust_remote_code
     )
-    as_target(model)  # a model type without one is refused here
     tokenizer = TokenizerWrapper(getattr(processor, "tokenizer", processor))
     found = _Checkpoint(model, tokenizer, folder, trunk, config)
     _attach(found, lazy, mtp, probe, dtype, memory)

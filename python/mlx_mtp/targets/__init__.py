@@ -93,11 +93,19 @@ def as_target(model) -> Target:
     if spec is not None:
         return __getattr__("FamilyTarget")(model, spec)
     if kind == "vision":
-        raise UnsupportedHead(
-            f"The mlx_vlm model type {config['model_type']} has no target. Register "
-            'one with register_family(..., kind="vision").'
-        )
+        check_vision(config)
     return __getattr__("GenericTarget")(model)
+
+
+def check_vision(config: dict[str, Any]) -> None:
+    """Raises ``UnsupportedHead`` if no target reads images for a ``config.json``."""
+    config = _flat(config)
+    if not any(registry.find(config, "vision") for registry in (TARGETS, HEADS)):
+        raise UnsupportedHead(
+            f"The mlx_vlm model type {config['model_type']} has no target for images. "
+            'Register one with register_family(..., kind="vision"), or use load for '
+            "its text."
+        )
 
 
 def reads_images(model) -> bool:
@@ -116,11 +124,15 @@ def takes_heads(model) -> bool:
 def _config(model) -> dict[str, Any]:
     """The text part of a model's config, with the model type it was loaded by."""
     args = getattr(model, "args", None) or getattr(model, "config", None) or {}
-    args = args if isinstance(args, dict) else vars(args)
-    text = args.get("text_config") or args
+    config = _flat(args if isinstance(args, dict) else vars(args))
+    model_type = getattr(model, "model_type", None) or config["model_type"]
+    return {**config, "model_type": model_type}
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config") or config
     text = text if isinstance(text, dict) else vars(text)
-    model_type = getattr(model, "model_type", None) or args.get("model_type")
-    return {**text, "model_type": model_type}
+    return {**text, "model_type": config.get("model_type")}
 
 
 def _kind(model) -> str:
@@ -145,6 +157,7 @@ __all__ = [
     "TargetOutput",
     "VisionPrompt",
     "as_target",
+    "check_vision",
     "reads_images",
     "register_family",
     "takes_heads",
