@@ -17,8 +17,8 @@ from mlx_mtp.speculative import SpeculativeDecoder
 from mlx_mtp.targets import as_target
 
 # Two logits that are closer than this may change places when a wider forward rounds
-# otherwise.
-NEAR_TIE = 1e-3
+# otherwise: in float32, and relative to the larger one in half precision.
+NEAR_TIE, NEAR_TIE_HALF = 1e-3, 4e-3
 
 
 @dataclass
@@ -114,8 +114,11 @@ class Subject:
             return {"position": at, "gap": None, "near_tie": False}
         context = mx.array([[*prompt, *expected[:at]]])
         row = self.target.prefill(context, self.target.make_cache()).logits[0, -1]
-        gap = (row[expected[at]] - row[got[at]]).item()
-        return {"position": at, "gap": gap, "near_tie": abs(gap) < NEAR_TIE}
+        a, b = row[expected[at]].item(), row[got[at]].item()
+        near = NEAR_TIE
+        if row.dtype != mx.float32:
+            near = max(near, NEAR_TIE_HALF * max(abs(a), abs(b)))
+        return {"position": at, "gap": a - b, "near_tie": abs(a - b) < near}
 
 
 def _run(decode) -> Run:

@@ -276,9 +276,10 @@ class Anything:
         pass
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("controller", [None, Anything()])
 def test_a_stream_copies_no_cache(llama, controller):
-    """Of 65,536 slots: one copied buffer would be 16 MiB."""
+    """Of 65,536 slots: one copied buffer would be 16 MiB. CUDA copies: docs/cuda.md."""
     truth = plain_tokens(llama, PROMPT, 90)
     decoder = SpeculativeDecoder(as_target(llama), ScriptedDrafter(truth, 128, [2]), 3)
     cache = decoder.target.make_cache()

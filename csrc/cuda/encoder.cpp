@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -140,6 +141,12 @@ int Encoder::threads(int best) const {
 
 // A kernel takes the buffers in the order of their indices, without gaps.
 void Encoder::dispatch(int x, int y, int z, int threads) {
+  if (std::max(y, z) > 65535) {
+    std::ostringstream msg;
+    msg << "[gpu] CUDA takes at most 65535 sequences, heads or chunks but the "
+        << "grid is (" << x << ", " << y << ", " << z << ").";
+    throw std::runtime_error(msg.str());
+  }
   auto& [kernel, buffers, arguments] = pending(pipeline_);
   std::transform(
       buffers.begin(), buffers.end(), arguments.buffers, [](auto& binding) {
