@@ -1,5 +1,7 @@
 """What the drafters propose, and that their state is the emitted tokens and no more."""
 
+from itertools import islice
+
 import mlx.core as mx
 import pytest
 from hypothesis import given, settings
@@ -111,6 +113,10 @@ class Forced(MTPHeadDrafter):
     def prefill(self, state, *rows):
         return super().prefill(state[0], *rows), *state[1:]
 
+    def rewind(self, state, count):
+        own = super().rewind(state[0], count)
+        return own and (own, *state[1:])
+
     def propose(self, state, context):
         own, head_state = super().propose(state[0], context)
         drafts, script_state = self.script.propose(state[1], context)
@@ -167,7 +173,12 @@ def test_the_heads_state_at_rest_is_that_of_a_fresh_one(qwen_head, taken):
     for _ in decoder.stream(prompt, max_tokens=taken, caches=cache):
         pass
     turn = decoder._turns[cache[0]]
-    full = prompt + truth[:taken]
+    check_at_rest(qwen_head, turn, turn.draft_state[0], prompt, truth[:taken])
+
+
+def check_at_rest(qwen_head, turn, state, prompt, tokens):
+    """A turn, and the head's state in it, are those of a prompt and tokens."""
+    full, target = prompt + tokens, qwen_head.target
     hidden = target.prefill(mx.array([full]), target.make_cache()).hidden
     assert turn.length == len(full) and turn.tokens.tolist() == full
     assert mx.allclose(turn.hidden, hidden[:, -1:], atol=1e-5)
@@ -177,11 +188,62 @@ def test_the_heads_state_at_rest_is_that_of_a_fresh_one(qwen_head, taken):
         hidden[:, :-1],
         256,
     )
-    (buffers, offset), *_ = turn.draft_state
+    buffers, offset = state
     assert offset.item() == len(full) - 1
     for x, y in zip(buffers[0], fresh[0][0], strict=True):
         x, y = x[:, :, : len(full) - 1], y[:, :, : len(full) - 1]
         assert mx.allclose(x, y, rtol=0, atol=1e-5)
+
+
+def row_by_row(tokens, logits):
+    return logits
+
+
+class Failing(MTPHeadDrafter):
+    """A head of which some traces fail."""
+
+    fails, count = (), 0
+
+    def propose(self, *args):
+        self.count += 1
+        if self.count in self.fails:
+            raise MemoryError
+        return super().propose(*args)
+
+
+@pytest.mark.parametrize(
+    ("fails", "lost"), [((), None), ((1,), None), (range(99), None), ((), 1), ((), 4)]
+)
+@pytest.mark.parametrize("processors", [[], [row_by_row]])
+@pytest.mark.parametrize("taken", [1, 6, 17, 40])
+def test_a_broken_off_stream_leaves_the_heads_state_in_step(
+    qwen_head, fails, lost, processors, taken, monkeypatch
+):
+    """In rounds and below a step down and behind the step up, cut by the limit or
+    closed by the caller."""
+    target, prompt = qwen_head.target, random_prompt(8, 128, 3)
+    truth = plain_tokens(target.model, prompt, taken)
+    head, submit = Failing(qwen_head.drafter.head, target), mx.async_eval
+    decoder = SpeculativeDecoder(target, head, 3)
+    for limit in (taken, 256):
+        head.fails, head.count, cache = fails, 0, target.make_cache()
+        calls = iter(range(10**6))
+
+        def fails_once(*args, calls=calls):
+            if next(calls) == lost:
+                raise RuntimeError("out of memory")
+            submit(*args)
+
+        monkeypatch.setattr(mx, "async_eval", fails_once)
+        steps = decoder.stream(
+            prompt, max_tokens=limit, caches=cache, processors=processors
+        )
+        assert [step.token for step in islice(steps, taken)] == truth
+        steps.close()
+        if taken > 5:
+            assert bool(steps.telemetry.step_downs) == bool(fails or lost)
+        turn = decoder._turns[cache[0]]
+        check_at_rest(qwen_head, turn, turn.draft_state, prompt, truth)
 
 
 def chained(drafter, full, hidden, length, depth=3):
@@ -208,15 +270,19 @@ def test_greedy_tokens_with_any_head_are_plain(qwen_head, head, depth):
     assert tokens == plain_tokens(qwen_head.target.model, prompt, 40)
 
 
+@pytest.mark.parametrize("limit", [None, 256])
 @pytest.mark.parametrize("first", [1, 5, 6, 20])
-def test_a_second_turn_drafts_like_one_long_prompt(demo_parts, first):
-    """The head's state comes back with the cache, wherever the first turn stopped."""
+def test_a_second_turn_drafts_like_one_long_prompt(demo_parts, first, limit):
+    """The head's state comes back with the cache, wherever the first turn stopped, by
+    its limit or by the caller."""
     decoder = SpeculativeDecoder(demo_parts.target, demo_parts.drafter, 3)
     tokenizer = demo_parts.tokenizer
     prompt = tokenizer.encode("import os\nimport sys\n\n\ndef main(path):\n")
     more = tokenizer.encode("    for name in os.listdir(path):\n        print(")
     cache = demo_parts.target.make_cache()
-    start = [s.token for s in decoder.stream(prompt, max_tokens=first, caches=cache)]
+    steps = decoder.stream(prompt, max_tokens=limit or first, caches=cache)
+    start = [step.token for step in islice(steps, first)]
+    steps.close()
 
     def marks(prompt, cache=None):
         steps = decoder.stream(prompt, max_tokens=40, caches=cache)

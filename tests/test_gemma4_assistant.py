@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import islice
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -207,7 +208,9 @@ def test_a_cache_is_taken_up_from_a_file(model, tmp_path):
     drafter = Gemma4AssistantDrafter(assistant_of(assistant_config()), target)
     decoder, caches = SpeculativeDecoder(target, drafter, 3), target.make_cache()
     prompt, more = random_prompt(20, VOCAB, 3), random_prompt(5, VOCAB, 4)
-    first = [s.token for s in decoder.stream(prompt, max_tokens=9, caches=caches)]
+    steps = decoder.stream(prompt, max_tokens=99, caches=caches)
+    first = [step.token for step in islice(steps, 9)]
+    steps.close()
     file = str(tmp_path / "turn.safetensors")
     save_turn(file, decoder._turns[caches[0]], drafter)
     turn = load_turn(file, drafter)

@@ -2,6 +2,7 @@
 
 import warnings
 from importlib import import_module
+from itertools import islice
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -173,16 +174,21 @@ def test_any_acceptance_leaves_what_plain_decoding_does(tiny):
 
 
 @pytest.mark.parametrize("tiny", ["step3p5", "deepseek_v32"], indirect=True)
+@pytest.mark.parametrize("limit", [None, 64])
 @pytest.mark.parametrize("taken", [1, 2, 3, 6, 7, 12])
-def test_the_state_at_rest_is_that_of_a_fresh_head(tiny, taken):
-    """Wherever a stream is cut, also with several heads."""
+def test_the_state_at_rest_is_that_of_a_fresh_head(tiny, taken, limit):
+    """Wherever a stream is cut. Several heads start anew behind one that was closed."""
     prompt = random_prompt(8, 96, 3)
     truth = plain_tokens(tiny.model, prompt, taken + 1)
     script = ScriptedDrafter(truth, 96, [3, 1])
     decoder = SpeculativeDecoder(tiny.target, Forced(tiny.drafter, script), 3)
     cache = tiny.target.make_cache()
-    for _ in decoder.stream(prompt, max_tokens=taken, caches=cache):
-        pass
+    steps = decoder.stream(prompt, max_tokens=limit or taken, caches=cache)
+    list(islice(steps, taken))
+    steps.close()
+    if limit and taken > 1 and len(tiny.drafter.head.chain) > 1:
+        assert cache[0] not in decoder._turns
+        return
     full = prompt + truth[:taken]
     hidden = tiny.target.prefill(mx.array([full]), tiny.target.make_cache()).hidden
     fresh = tiny.drafter.prefill(

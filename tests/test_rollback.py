@@ -2,9 +2,11 @@
 was fed exactly the prompt and the emitted tokens, bit for bit.
 """
 
+from contextlib import suppress
 from itertools import islice
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -159,6 +161,90 @@ def test_an_error_in_a_processor_leaves_the_emitted_tokens(plain, looks_ahead):
         assert tokens == plain.tokens[: len(tokens)]
         assert bool(tokens) == bool(calls)
         plain.check(caches, len(PROMPT) + len(tokens))
+
+
+class Controller:
+    """Forces two tokens now and then and has a bias, but all of it comes anyway."""
+
+    biases = True
+
+    def __init__(self, tokens):
+        self.tokens, self.count = tokens, 0
+
+    def accept(self, token):
+        self.count += 1
+
+    def forced(self):
+        return self.tokens[self.count : self.count + 2] if self.count % 5 == 0 else []
+
+    def horizon(self):
+        return -self.count % 5
+
+    def bias(self):
+        return {1: 0.0}
+
+    def checkpoint(self):
+        return self.count
+
+    def restore(self, mark):
+        self.count = mark
+
+
+class Masking(Controller):
+    biases, masks = False, True
+
+    def mask(self):
+        return np.full(4, 0xFFFFFFFF, np.uint32)
+
+
+METHODS = ["accept", "forced", "horizon", "bias", "checkpoint", "restore", "mask"]
+
+
+@pytest.mark.parametrize("name", ["sampler", "progress", *METHODS])
+def test_an_error_in_what_a_caller_passes_leaves_the_emitted_tokens(plain, name):
+    """A callback, a sampler and every method of a controller, in any of their calls."""
+
+    def breaks(call, method):
+        calls = iter(range(10**6))
+
+        def broken(*args):
+            if next(calls) == call:
+                raise ZeroDivisionError("broken")
+            return method(*args)
+
+        return broken
+
+    lengths = set()
+    for call in (0, 1, 2, 5, 8):
+        controller = (Masking if name == "mask" else Controller)(plain.tokens)
+        own = {
+            "sampler": lambda row: mx.argmax(row, axis=-1),
+            "progress": lambda done, total: None,
+        }
+        if name in own:
+            options = {name: breaks(call, own[name]), "prefill_step_size": 1}
+        else:
+            setattr(controller, name, breaks(call, getattr(controller, name)))
+            options = {"controller": controller}
+        caches, tokens = plain.target.make_cache(), []
+        steps = plain.decoder.stream(PROMPT, max_tokens=40, caches=caches, **options)
+        # Without a horizon a round cannot be built, but plain decoding goes on.
+        raises = pytest.raises(ZeroDivisionError, match="broken")
+        with suppress(ZeroDivisionError) if name == "horizon" else raises:
+            for step in steps:
+                tokens.append(step.token)
+        assert tokens == plain.tokens[: len(tokens)]
+        held = len(PROMPT) + len(tokens)
+        if name == "progress":  # in the middle of the prompt
+            assert not tokens
+            held = max(getattr(entry, "offset", 0) for entry in caches)
+            assert held == min(call, len(PROMPT) - 1)
+        if held in plain.states:
+            plain.check(caches, held)
+        lengths.add(held)
+        again = plain.decoder.stream(PROMPT, max_tokens=9)
+        assert [step.token for step in again] == plain.tokens[:9]
+    assert len(lengths) > 1
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -332,15 +332,19 @@ def rows_of(tiny, name, tokens):
     return prompt.embeds[0], hidden[0], prompt.positions
 
 
-@pytest.mark.parametrize("size", [5, 64])
+@pytest.mark.parametrize(("size", "limit"), [(5, 9), (64, 9), (64, 99)])
 @pytest.mark.parametrize("name", ["image in the middle", "two images"])
-def test_the_head_is_at_the_positions_of_its_target(tiny, name, size):
+def test_the_head_is_at_the_positions_of_its_target(tiny, name, size, limit):
     """Its memory, and drafts at three depths, behind a prompt in pieces, rounds, and
     a pause."""
     decoder = SpeculativeDecoder(tiny.target, tiny.drafter, 3)
     caches, prompt = tiny.target.make_cache(), tiny.prompt(name)
     count = 9
-    tokens = decode(decoder, prompt, count, caches=caches, prefill_step_size=size)
+    steps = decoder.stream(
+        prompt, max_tokens=limit, caches=caches, prefill_step_size=size
+    )
+    tokens = [step.token for step in islice(steps, count)]
+    steps.close()
     turn = decoder._turns[caches[0]]
     embeds, hidden, positions = rows_of(tiny, name, tokens)
     embeds = embeds[1:]

@@ -205,6 +205,7 @@ class Stream:
         self._unfed: list[int] = []
         self._state: RoundState | None = None  # running: the newest state
         self._replayable: list | None = None  # leaves of the block behind it
+        self._rows: mx.array | None = None  # the hidden rows of that block
         self._block: _Block | None = None
         self._length = 0  # tokens in the caches in front of the pending round
         self._tokens = prompt  # in the caches when the stream last began to run
@@ -772,7 +773,7 @@ class Stream:
         It can be repeated until the state is given up.
         """
         block = self._block or _Block(self._length, 0, -1, [], None)
-        state, behind = self._state, self._replayable
+        state, behind, rows = self._state, self._replayable, self._rows
         steps = block.fed + block.cached
         for i, (adapter, cache) in enumerate(self._parts):
             leaves = newest(behind and behind[i], state["leaves"][i])
@@ -785,27 +786,38 @@ class Stream:
         turn = Turn(block.length + steps, tokens, None, None)
         self._keys = state.get("keys", self._keys)
         self._turn, self._unfed, self._taken = turn, unfed, []
-        self._state = self._replayable = self._block = None
+        self._state = self._replayable = self._rows = self._block = None
         leaves = state["leaves"] = None
-        # Once a later round has been submitted the rows of this one are gone.
-        if self._follows and behind is None and "draft" in state:
-            rows = state["hidden"]
-            draft_state = self._try_draft(self._kept, state["draft"], block, rows)
+        if self._follows and "draft" in state:
+            rows = state["hidden"] if behind is None else rows
+        if rows is not None:
+            kept = self._kept if behind is None else self._kept_of_later
+            draft_state = self._try_draft(kept, state, block, rows)
             hidden = rows[:, block.cached :][:, :1]
             self._turn = replace(turn, draft_state=draft_state, hidden=hidden)
         mx.eval([a.arrays(c) for a, c in self._parts])
         self._quantise()
 
-    def _kept(self, draft_state, block: _Block, rows: mx.array):
+    def _kept(self, state: RoundState, block: _Block, rows: mx.array):
         """The drafter's state behind the tokens of a block that are in the caches."""
         if not block.cached:
-            return draft_state
+            return state["draft"]
         return self._drafter.prefill(
-            draft_state,
+            state["draft"],
             mx.array([block.tokens[: block.cached]], mx.int32),
             rows[:, : block.cached],
             min(bucket(self._length + self._round.width), self._capacity),
         )
+
+    def _kept_of_later(self, state: RoundState, block: _Block, rows: mx.array):
+        """The same once a later round was submitted, which took the whole block if it
+        was committed."""
+        if state["offset"].item() == self._length:
+            return self._kept(state, block, rows)
+        if not hasattr(self._drafter, "rewind"):
+            return None
+        surplus = block.accepted + 1 - block.cached
+        return _evaluated(self._drafter.rewind(state["draft"], surplus))
 
     def _close(self) -> None:
         if self._turns is None:
@@ -900,6 +912,7 @@ class Stream:
                 self._round.adapters, self._state["leaves"], strict=True
             )
         ]
+        self._rows = self._state["hidden"] if self._follows else None
         # The graph becomes the one owner of the old buffers and writes in place.
         self._state, pending.state = pending.state, None
         self.telemetry.target_calls += 1
@@ -947,7 +960,7 @@ class Stream:
         """Counts a round that was read."""
         given = max(min(given, drafted), 0)
         block = _Block(self._length, fed, accepted, tokens[: accepted + 1], row, given)
-        self._block, self._replayable = block, None
+        self._block, self._replayable, self._rows = block, None, None
         if accepted < 0 and not fed:
             raise self._unusable(block.length)
         if accepted < 0:  # of the model or of the drafter: plain decoding will tell

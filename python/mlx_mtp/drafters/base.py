@@ -85,6 +85,9 @@ class Drafter(Protocol):
         needs_hidden: Whether it reads the target's hidden rows.
         needs_shared_kv: Whether it attends to the target's keys and values.
         greedy_only: Whether its proposals are points, never draws.
+        rewind (optional): ``rewind(state, count)`` is the state without its newest
+            ``count`` tokens, or None. Without it a stream that its caller closes in
+            the middle starts the drafter anew at the next turn.
         reads_images (optional): Whether ``prefill`` takes one argument more for a
             prompt with images, what ``PromptPart.pairs`` gives.
     """

@@ -307,6 +307,9 @@ class Gemma4AssistantDrafter:
     def grow(self, state, capacity):
         return state
 
+    def rewind(self, state, count):
+        return state
+
     def propose(self, state, context: DraftContext):
         newest = mx.maximum(context.count - 1, 0)[:, None]
         token = context.tokens[:, -1]

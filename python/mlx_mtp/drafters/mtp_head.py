@@ -206,6 +206,11 @@ class MTPHeadDrafter:
 
         return [tuple(grown(x) for x in pair) for pair in buffers], *rest
 
+    def rewind(self, state, count: int):
+        """Later heads go on from rows of earlier ones, which are gone."""
+        buffers, offset, *carry = state
+        return None if carry else (buffers, offset - count)
+
     def propose(self, state, context: DraftContext, shift=None):
         _, offset, *carry = state
         views = self._views(state, context.attended, shift)

@@ -43,6 +43,11 @@ class VisionHeadDrafter(MTPHeadDrafter):
         state = super().prefill(state, following, hidden, attended, shift, embeds)
         return *state, delta
 
+    def rewind(self, state, count):
+        *state, delta = state
+        state = super().rewind(state, count)
+        return None if state is None else (*state, delta)
+
     def propose(self, state, context):
         *state, delta = state
         shift = Shift(delta, self.target.axes)
