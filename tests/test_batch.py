@@ -23,6 +23,7 @@ from batches import (
 )
 from families import tiny_family
 from plain import LENGTH, PROMPT, Plain
+from test_drafters import check_at_rest
 from tiny import (
     StatelessDrafter,
     TableDrafter,
@@ -590,6 +591,24 @@ def test_a_long_row_joins_short_ones(plain):
     assert telemetry.emitted == 60
     expected = [s.token for s in plain.decoder.stream(long, max_tokens=5)]
     assert expected[-len(steps[second]) :] == [s.token for s in steps[second]]
+
+
+@pytest.mark.parametrize("processors", [[], [row_by_row]])
+def test_a_row_that_is_removed_keeps_its_heads_state(qwen_head, processors):
+    """Whatever it had taken of a block, with the next round in flight."""
+    decoder = SpeculativeDecoder(qwen_head.target, qwen_head.drafter, DEPTH)
+    batch, model = BatchIterator(decoder), qwen_head.target.model
+    for turns in range(2, 9):
+        caches, taken = qwen_head.target.make_cache(), []
+        batch.add(PROMPT[3:])  # a neighbour
+        row = batch.add(PROMPT, caches=caches, processors=processors)
+        while len(taken) < turns:
+            news = [out for out in next(batch) if out.id == row]
+            taken += [step.token for out in news for step in out.steps]
+        batch.remove(row)
+        turn = decoder._turns[caches[0]]
+        check_at_rest(qwen_head, turn, turn.draft_state, PROMPT, taken)
+        assert processors or taken == plain_tokens(model, PROMPT, len(taken))
 
 
 def unchanged(tokens, logits):

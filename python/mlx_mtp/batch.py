@@ -112,7 +112,8 @@ class Row(Stream):
     def _pause(self):
         if self.slot is not None:
             unread = self._block is self._submitted
-            self._state, self._replayable = self.batch.take(self.slot, unread)
+            self._state, *behind = self.batch.take(self.slot, unread)
+            self._replayable, self._rows = behind
             self._capacity = self.batch.capacity
             self.slot = None
         super()._pause()
@@ -313,6 +314,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         self._slots: list[_Request | None] = []
         self._state: RoundState | None = None
         self._replayable: list | None = None  # leaves behind the round in flight
+        self._rows: mx.array | None = None  # and hidden rows
         self._pending: _Pending | None = None
         self._rounds: dict[tuple, BatchRound] = {}
         self._checked: set[tuple] = set()  # those that have the weights of now
@@ -402,7 +404,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         ahead = self._build(unread=True) if self._builds_ahead else None
         for request, share in self._read():
             self._advance(request, share)
-        self._replayable = None
+        self._replayable = self._rows = None
         for request in at_rest:
             if not request.reads_prompt:
                 self._advance(request)
@@ -540,20 +542,21 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         row.sit(slot)
         self._slots[slot], self._stale = request, True
 
-    def take(self, slot: int, unread: bool) -> tuple[RoundState, list | None]:
-        """Copies of the state of a row, which leaves its slot, and of the leaves behind
-        it if the row has not read the newest round."""
+    def take(self, slot: int, unread: bool) -> tuple[RoundState, list | None, Any]:
+        """Copies of the state of a row, which leaves its slot, and of the leaves and
+        hidden rows behind it if the row has not read the newest round."""
         at = mx.array([slot])
-        state, behind = tree_map(
+        behind = (self._replayable, self._rows) if unread else (None, None)
+        state, *behind = tree_map(
             lambda x: None if x is None else mx.take(x, at, axis=0),
-            (self._state, self._replayable if unread else None),
+            (self._state, *behind),
         )
         try:
             mx.eval(state, behind)
         except Exception:  # the drafter's must not keep the caches
             state = {key: state[key] for key in ("leaves", "keys")}
         self._slots[slot] = None
-        return state, behind
+        return state, *behind
 
     def _reserve(self, capacity: int) -> None:
         if capacity <= self.capacity:
@@ -571,7 +574,8 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         used = max(self._seated, default=-1) + 1
         if not used:
             self._slots, self._state, self._pending = [], None, None
-            self._replayable, self.capacity = None, 0
+            self._replayable = self._rows = None
+            self.capacity = 0
             self._checked.clear()
             return
         size = len(self._slots)
@@ -655,6 +659,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         self._replayable = [
             a.replayable(x) for a, x in zip(adapters, leaves, strict=True)
         ]
+        self._rows = self._state.get("hidden")
         del leaves
         for request in pending.requests.values():
             if request.slot is not None:

@@ -788,8 +788,10 @@ class Stream:
         self._turn, self._unfed, self._taken = turn, unfed, []
         self._state = self._replayable = self._rows = self._block = None
         leaves = state["leaves"] = None
-        if self._follows and "draft" in state:
-            rows = state["hidden"] if behind is None else rows
+        if not (self._follows and "draft" in state):
+            rows = None
+        elif behind is None:
+            rows = state["hidden"]
         if rows is not None:
             kept = self._kept if behind is None else self._kept_of_later
             draft_state = self._try_draft(kept, state, block, rows)
