@@ -177,9 +177,8 @@ def test_a_window_is_not_quantised():
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_family(family):
     fallback = "eager round" if family == "llama4" else None
-    rounds = 60 if family in ("rwkv7", "llama4", "gemma4_text") else 200
-    case = Case(tiny_family(family), tokens=rounds * 2 + 40)
-    assert case.check(random_plan(2), rounds * 2 + 20, fallback).rounds > rounds
+    case = Case(tiny_family(family))
+    assert case.check(random_plan(2), 420, fallback).rounds > 200
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text"])

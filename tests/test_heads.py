@@ -24,7 +24,6 @@ from mlx_mtp.speculative import SpeculativeDecoder
 from mlx_mtp.targets import as_target, takes_heads
 
 DEPTH = 6  # past the windows of four
-SPECIAL = ("qwen3_next", "deepseek_v3", "bailing_hybrid", "longcat_flash", "step3p5")
 LONG = ("qwen3_5", "deepseek_v3", "mimo_v2_flash", "step3p5")
 
 
@@ -167,10 +166,9 @@ def test_hidden_rows_make_the_logits(tiny):
     assert mx.allclose(out.logits, target.logits(rows), atol=1e-5)
 
 
-@pytest.mark.parametrize("tiny", SPECIAL, indirect=True)
 def test_any_acceptance_leaves_what_plain_decoding_does(tiny):
-    """Targets whose caches or layers are of a kind of their own."""
-    assert Case(tiny.model, tokens=120).check(random_plan(3, 60), 100).rounds > 40
+    """Over 200 rounds."""
+    assert Case(tiny.model).check(random_plan(3), 420).rounds > 200
 
 
 @pytest.mark.parametrize("tiny", ["step3p5", "deepseek_v32"], indirect=True)

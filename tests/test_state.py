@@ -4,11 +4,18 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.models import cache
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from mlx_mtp.sampling import split_keys, stream_key, uniforms
-from mlx_mtp.state import KVAdapter, KVView, UnsupportedCache, classify
+from mlx_mtp.state import (
+    KV_ADAPTERS,
+    KVAdapter,
+    KVView,
+    UnsupportedCache,
+    classify,
+)
 from mlx_mtp.stream import bucket
 
 
@@ -21,6 +28,13 @@ def test_buckets_are_a_power_of_two_and_one_and_a_half_of_it():
 def test_a_bucket_holds_its_length_and_wastes_at_most_half(length):
     size = bucket(length)
     assert size == 256 or length <= size < 1.5 * length + 1
+
+
+def test_every_cache_of_mlx_lm_has_an_adapter():
+    """Each of them is in a test of test_caches.py, which this one reminds of."""
+    classes = {name for name, x in vars(cache).items() if isinstance(x, type)}
+    classes = {n for n in classes if issubclass(getattr(cache, n), cache._BaseCache)}
+    assert classes - {"_BaseCache"} == {*KV_ADAPTERS, "ArraysCache", "CacheList"}
 
 
 def rows(seed, length, batch=1):
