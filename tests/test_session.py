@@ -175,10 +175,16 @@ def test_caches_that_went_back_hold_the_same_numbers(demo):
 
 
 def test_the_drafters_state_comes_back_with_the_caches(demo):
-    """As many rounds as with a cold prompt, so its context is whole."""
+    """As many rounds as with a cold prompt, so its context is whole, also behind a
+    turn that was cancelled."""
     session = make(demo)
     session.respond(QUESTION)
-    for message in ("What is 12 * 3?", "Hello!"):
+    for message, cancelled in (("What is 12 * 3?", 0), ("Hello!", 7), ("Why?", 3)):
+        if cancelled:
+            for _ in session.stream(QUESTION):
+                if session.usage.completion_tokens >= cancelled:
+                    session.cancel()
+            assert session.reply.finish_reason == "cancelled"
         expected = cold(session, message).usage
         usage = session.respond(message).usage
         assert usage.accepted_drafts == expected.accepted_drafts
