@@ -72,6 +72,10 @@ def test_answers_are_mlx_lms_without_the_thought(model):
     assert "12" in text.partition("</think>")[0]  # where it does not count
     (cut,) = model.generate_until([ask(context, until="12")], disable_tqdm=True)
     assert cut == answer[: answer.index("12")]
+    (unfinished,) = model.generate_until(
+        [ask(context, max_gen_toks=12)], disable_tqdm=True
+    )
+    assert unfinished == ""
 
 
 def test_stop_strings_end_a_stream_without_thoughts(model):

@@ -160,6 +160,17 @@ def test_no_end_comes_before_the_least_length(demo, least):
         make_logits_processors(min_tokens=-1)
 
 
+def test_tokens_that_the_model_has_no_logit_of():
+    """A write behind the end of a row would be unchecked."""
+    tokens, row = mx.array([1, 2]), mx.zeros((1, 8))
+    (least,) = make_logits_processors(min_tokens=3, end_tokens=[-1, 5, 8, 10**6])
+    assert mx.isinf(least(tokens, row)).tolist() == [[i == 5 for i in range(8)]]
+    for token in (8, -1, 10**6):
+        (bias,) = make_logits_processors(logit_bias={2: 1.0, token: 1.0})
+        with pytest.raises(ValueError, match="model's are 0 to 7"):
+            bias(tokens, row)
+
+
 @pytest.mark.parametrize("processed", [False, True])
 def test_top_logprobs_are_those_of_plain_decoding(demo, prompt, processed):
     processors = make_logits_processors(repetition_penalty=1.3) if processed else None

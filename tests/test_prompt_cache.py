@@ -1,11 +1,15 @@
 """Caches over turns, in files, in copies and taken back: the same tokens as one long
 prompt, and the same drafts where the drafter's state came along."""
 
+from functools import partial
 from itertools import islice
 
+import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.models.cache import (
+    BatchKVCache,
+    BatchRotatingKVCache,
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
@@ -80,6 +84,14 @@ def test_mlx_lm_reads_the_file_and_its_own_is_read(demo, texts, first, whole, tm
     assert [r.token for r in steps] == only_tokens(whole)
     cache = load_prompt_cache(theirs, model=demo[0])
     assert only_tokens(marks(demo, texts[1], cache)) == only_tokens(whole)
+
+
+def test_a_file_without_a_drafters_state_has_none_beside_it(demo, first, tmp_path):
+    file = tmp_path / "chat.safetensors"
+    save_prompt_cache(file, first, model=demo[0])
+    assert len(list(tmp_path.iterdir())) == 2
+    save_prompt_cache(file, first, model=demo[0], mtp=None)
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize("mtp", [None, "auto", 2, NGramDrafter()])
@@ -211,3 +223,28 @@ def test_case_15_a_window_goes_back_to_what_it_has_overwritten(llama, shared, dr
     else:
         warm = plain_tokens(llama, more, 20, caches)
     assert warm == cold
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize(
+    ("make", "plain"),
+    [
+        (BatchKVCache, KVCache),
+        (partial(BatchRotatingKVCache, 16), partial(RotatingKVCache, 16)),
+    ],
+)
+def test_a_padded_cache_goes_back_to_its_rows(llama, make, plain, padding):
+    decoder = SpeculativeDecoder(as_target(llama), NGramDrafter(), 3)
+    shared, more = random_prompt(12, 128, 1), random_prompt(5, 128, 2)
+    caches, pad = [make([padding]) for _ in range(2)], [0] * padding
+    empty = decoder.snapshot(caches)
+    llama(mx.array([pad + shared]), cache=caches)
+    mark = decoder.snapshot(caches)
+    expected = plain_tokens(llama, shared + more, 8, [plain() for _ in range(2)])
+    for _ in range(3):
+        steps = decoder.stream(more, max_tokens=8, caches=caches)
+        assert [step.token for step in steps] == expected
+        decoder.restore(caches, mark)
+    decoder.restore(caches, empty)
+    steps = decoder.stream(pad + shared + more, max_tokens=8, caches=caches)
+    assert [step.token for step in steps] == expected

@@ -21,7 +21,8 @@ inline ThreadPool& workers() {
 
 // Each thread that takes part calls make() once, and what it returns with every
 // i of [0, n) that it takes. `work` is the number of elements to read in all:
-// little work stays on this thread.
+// little work stays on this thread. What throws ends the program, as it does in
+// threads of MLX.
 template <typename Make>
 void parallel_for(int64_t n, int64_t work, const Make& make) {
   constexpr int64_t work_per_thread = 1 << 17;
@@ -32,7 +33,7 @@ void parallel_for(int64_t n, int64_t work, const Make& make) {
   auto progress = std::make_shared<Progress>();
   // A worker that starts after all are taken uses nothing but `progress`: this
   // thread does not wait for it.
-  auto run = [progress, n, &make] {
+  auto run = [progress, n, &make]() noexcept {
     int64_t i = progress->next++;
     if (i >= n) {
       return;

@@ -107,12 +107,18 @@ class MTPLM(MLXLM):
             text += response.text
         self.rounds += response.mtp.rounds
         self.round_tokens += response.mtp.round_tokens
-        if self._thinks:
-            # The line breaks behind a thought are often a stop string.
-            text = text.rpartition(self.tokenizer.think_end)[2].lstrip("\n")
-            ends = [at for stop in until if (at := text.find(stop)) >= 0]
-            text = text[: min(ends, default=None)]
-        return text
+        return self._behind_thought(context, text, until) if self._thinks else text
+
+    def _behind_thought(self, context: str, text: str, until: list[str]) -> str:
+        """The answer, up to a stop string; empty if its thought did not end."""
+        begin, end = self.tokenizer.think_start, self.tokenizer.think_end
+        opened = begin in text or context.rstrip().endswith(begin)
+        if end not in text and opened:
+            return ""
+        # The line breaks behind a thought are often a stop string.
+        text = text.rpartition(end)[2].lstrip("\n")
+        ends = [at for stop in until if (at := text.find(stop)) >= 0]
+        return text[: min(ends, default=None)]
 
 
 def _sampler(options: dict):

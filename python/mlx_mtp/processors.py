@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 
 import mlx.core as mx
 from mlx_lm import sample_utils
+
+from .shaping import add_bias
 
 
 class _Stateless:
@@ -24,6 +27,10 @@ class _Stateless:
         """Nothing to go back to."""
 
 
+def _biased(bias, tokens: mx.array, logits: mx.array) -> mx.array:
+    return add_bias(bias, logits)
+
+
 class MinTokens:
     """Forbids the end tokens until ``count`` tokens have been emitted.
 
@@ -33,14 +40,17 @@ class MinTokens:
     def __init__(self, count: int, end_tokens: Collection[int]):
         if count < 0:
             raise ValueError(f"min_tokens must not be negative but is {count}.")
-        self.count, self.end_tokens = count, mx.array(sorted(end_tokens), mx.int32)
+        self.count, self.end_tokens = count, sorted(end_tokens)
         self.prompt: int | None = None  # its tokens, known from the first call
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         if self.prompt is None:
             self.prompt = tokens.size
-        if tokens.size - self.prompt < self.count and self.end_tokens.size:
-            logits[:, self.end_tokens] = -mx.inf
+        if tokens.size - self.prompt < self.count:
+            # A tokenizer may have more tokens than the model has logits.
+            size = logits.shape[-1]
+            if ends := [token for token in self.end_tokens if 0 <= token < size]:
+                logits[:, mx.array(ends, mx.int32)] = -mx.inf
         return logits
 
     def checkpoint(self) -> int | None:
@@ -67,11 +77,13 @@ def make_logits_processors(
     every stream.
 
     Args:
+        logit_bias (dict, optional): By token id; an id that the model has no logit of
+            is a ValueError at the first row.
         min_tokens (int): No token of ``end_tokens`` comes before so many others.
         end_tokens: Usually ``tokenizer.eos_token_ids``.
     """
     made = sample_utils.make_logits_processors(
-        dict(logit_bias) if logit_bias else None,
+        None,
         repetition_penalty,
         repetition_context_size,
         presence_penalty,
@@ -80,6 +92,8 @@ def make_logits_processors(
         frequency_context_size,
     )
     out: list = [_Stateless(function) for function in made]
+    if logit_bias:
+        out.insert(0, _Stateless(partial(_biased, dict(logit_bias))))
     if min_tokens:
         out.append(MinTokens(min_tokens, end_tokens))
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 from mlx_lm.models import cache as lm_cache
@@ -43,6 +44,8 @@ def save_prompt_cache(
     lm_cache.save_prompt_cache(fspath(file_name), cache, metadata)
     if decoder := _decoder(model, mtp):
         decoder.save_turn(_beside(file_name), cache)
+    else:
+        Path(_beside(file_name)).unlink(missing_ok=True)
 
 
 def load_prompt_cache(
@@ -55,7 +58,8 @@ def load_prompt_cache(
     """As ``mlx_lm``'s, for files of either, with the drafter's state if it is there.
 
     Without its state a drafter knows nothing of what the cache holds: the first drafts
-    are worse, the tokens are the same. A state of another drafter is left out.
+    are worse, the tokens are the same. A state of another kind of
+    drafter is left out.
 
     Args:
         file_name, model, mtp: As in ``save_prompt_cache``.

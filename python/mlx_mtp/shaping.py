@@ -87,6 +87,11 @@ def add_bias(bias: Mapping[int, float] | None, logits: mx.array) -> mx.array:
     """``logits`` ``(1, V)`` with ``bias`` added, by token id."""
     if not bias:
         return logits
+    if not 0 <= min(bias) <= max(bias) < logits.shape[-1]:
+        raise ValueError(
+            f"A bias has tokens {min(bias)} to {max(bias)} but the model's are 0 to "
+            f"{logits.shape[-1] - 1}."
+        )
     at = mx.array([list(bias)], mx.int32)
     added = mx.array([list(bias.values())], logits.dtype)
     old = mx.take_along_axis(logits, at, axis=1)

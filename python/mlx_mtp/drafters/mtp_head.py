@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from ..heads import MTPHead
 from ..state import KVView
+from ..state.base import pad
 from .base import DraftContext, DrafterMismatch, Drafts
 from .vocabulary import VocabularyPart
 
@@ -199,12 +200,7 @@ class MTPHeadDrafter:
 
     def grow(self, state, capacity):
         buffers, *rest = state
-
-        def grown(x):
-            spare = max(capacity - x.shape[2], 0)
-            return mx.pad(x, [(0, 0), (0, 0), (0, spare), (0, 0)])
-
-        return [tuple(grown(x) for x in pair) for pair in buffers], *rest
+        return [tuple(pad(x, capacity, 2) for x in pair) for pair in buffers], *rest
 
     def rewind(self, state, count: int):
         """Later heads go on from rows of earlier ones, which are gone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..ops import commit_rows
+from ..state.base import pad
 from .base import DraftContext, Drafts
 
 
@@ -67,9 +68,7 @@ class NGramDrafter:
 
     def grow(self, state, capacity):
         history, length = state
-        return mx.pad(
-            history, [(0, 0), (0, max(capacity - history.shape[1], 0))]
-        ), length
+        return pad(history, capacity, 1), length
 
     def propose(self, state, context: DraftContext):
         history, length = state

@@ -245,7 +245,13 @@ class BatchAdapter(KVAdapter):
         cache.offset, cache.left_padding = mx.array([length]), mx.array([0])
 
     def mark(self, cache):
-        return cache._idx, cache.offset, cache.left_padding
+        padding = cache.left_padding.item()
+        return cache._idx - padding, padding
 
     def rewind(self, cache, mark):
-        cache._idx, cache.offset, cache.left_padding = mark
+        length, padding = mark
+        if length < 0:  # some padding is still to come
+            cache.left_padding = mx.array([padding])
+        else:  # a stream moves the rows to where the padding was
+            padding = cache.left_padding.item()
+        cache._idx, cache.offset = padding + length, mx.array([length])

@@ -55,12 +55,13 @@ def stepping(classes: set) -> Iterator[None]:
 
 @contextmanager
 def calls_of(module: nn.Module) -> Iterator[list]:
-    """Within, the list gets the first argument and the result of each call of it."""
-    seen = []
+    """Within, the list gets the first argument and the result of each call of it by
+    this thread."""
+    seen, thread = [], threading.get_ident()
 
     def watch(call, called, args, kwargs):
         result = call(called, *args, **kwargs)
-        if called is module:
+        if called is module and threading.get_ident() == thread:
             seen.append((args[0], result))
         return result
 
