@@ -6,7 +6,6 @@ its switch is decided by its chat template, see `resolve.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .config import (
@@ -63,8 +62,8 @@ def _think(**fields) -> ReasoningConfig:
     return ReasoningConfig("<think>", "</think>", **fields)
 
 
-def _rows() -> Iterator[Family]:
-    yield Family(
+_ROWS = (
+    Family(
         _think(
             family="qwen3",
             strategy=flag(),
@@ -77,8 +76,8 @@ def _rows() -> Iterator[Family]:
         ("qwen3", "qwen3_moe"),
         "Qwen3 chat template; Qwen3 docs, thinking_budget.md",
         "Qwen3",
-    )
-    yield Family(
+    ),
+    Family(
         _think(
             family="qwen3_5",
             strategy=flag(),
@@ -90,8 +89,8 @@ def _rows() -> Iterator[Family]:
         ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
         "vLLM qwen3 reasoning parser; the embedded demo model has this layout",
         "Qwen3.5, demo",
-    )
-    yield Family(
+    ),
+    Family(
         _think(
             family="qwen3_next",
             strategy=flag(),
@@ -102,8 +101,8 @@ def _rows() -> Iterator[Family]:
         ("qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
         "vLLM qwen3 reasoning parser",
         "Qwen3",
-    )
-    yield Family(
+    ),
+    Family(
         _think(
             family="deepseek_r1",
             strategy=ALWAYS,
@@ -115,8 +114,8 @@ def _rows() -> Iterator[Family]:
         (),
         "DeepSeek R1 chat template; vLLM deepseek_r1 reasoning parser",
         "DeepSeek V4",
-    )
-    yield Family(
+    ),
+    Family(
         _think(
             family="deepseek_v3",
             strategy=flag("thinking", default_on=False),
@@ -128,8 +127,8 @@ def _rows() -> Iterator[Family]:
         ("deepseek_v3",),
         "DeepSeek V3.1 chat template",
         "DeepSeek V4",
-    )
-    yield Family(
+    ),
+    Family(
         _think(
             family="deepseek_v3_2",
             strategy=flag("thinking", default_on=False),
@@ -141,8 +140,8 @@ def _rows() -> Iterator[Family]:
         ("deepseek_v32", "deepseek_v4"),
         "DeepSeek V3.2 encoding_dsv32.py; vLLM deepseek_v3 and v4 parsers",
         "DeepSeek V4",
-    )
-    yield Family(
+    ),
+    Family(
         _think(
             family="glm",
             strategy=flag(),
@@ -152,8 +151,8 @@ def _rows() -> Iterator[Family]:
         ),
         ("glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa"),
         "GLM 4.5 and 4.6 chat templates; SGLang glm45 detector",
-    )
-    yield Family(
+    ),
+    Family(
         _think(
             family="kimi_k2",
             strategy=flag("thinking"),
@@ -163,13 +162,13 @@ def _rows() -> Iterator[Family]:
         ),
         ("kimi_k2", "kimi_k25"),
         "Kimi K2 Thinking chat template; vLLM kimi_k2 reasoning parser",
-    )
-    yield Family(
+    ),
+    Family(
         ReasoningConfig("◁think▷", "◁/think▷", family="kimi_vl"),
         ("kimi_vl",),
         "SGLang kimi detector",
-    )
-    yield Family(
+    ),
+    Family(
         ReasoningConfig(
             "<|open|>think<|sep|>",
             "<|close|>think<|sep|>",
@@ -190,8 +189,8 @@ def _rows() -> Iterator[Family]:
         ),
         ("kimi_k3",),
         "Kimi K3 chat template; vLLM kimi_k3 reasoning parser",
-    )
-    yield Family(
+    ),
+    Family(
         ReasoningConfig(
             "<|channel|>analysis<|message|>",
             "<|end|>",
@@ -215,8 +214,8 @@ def _rows() -> Iterator[Family]:
         ("gpt_oss",),
         "openai/harmony docs/format.md",
         "gpt-oss",
-    )
-    yield Family(
+    ),
+    Family(
         ReasoningConfig(
             "<|channel>thought",
             "<channel|>",
@@ -229,8 +228,8 @@ def _rows() -> Iterator[Family]:
         ),
         ("gemma4", "gemma4_text"),
         "Gemma 4 chat template; vLLM gemma4 reasoning parser",
-    )
-    yield Family(
+    ),
+    Family(
         ReasoningConfig(
             "[THINK]",
             "[/THINK]",
@@ -243,8 +242,8 @@ def _rows() -> Iterator[Family]:
         ),
         ("mistral3", "ministral3", "mistral4"),
         "mistral-common; vLLM mistral reasoning parser",
-    )
-    yield Family(
+    ),
+    Family(
         _think(
             family="minimax_m2",
             strategy=ALWAYS,
@@ -255,8 +254,8 @@ def _rows() -> Iterator[Family]:
         ),
         ("minimax", "minimax_m2"),
         "MiniMax M2 chat template; vLLM minimax_m2 reasoning parser",
-    )
-    yield Family(
+    ),
+    Family(
         ReasoningConfig(
             "<mm:think>",
             "</mm:think>",
@@ -266,8 +265,8 @@ def _rows() -> Iterator[Family]:
         ),
         ("minimax_m3",),
         "vLLM minimax_m3 reasoning parser",
-    )
-    yield Family(
+    ),
+    Family(
         ReasoningConfig(
             "<seed:think>",
             "</seed:think>",
@@ -280,8 +279,8 @@ def _rows() -> Iterator[Family]:
         ),
         ("seed_oss",),
         "Seed-OSS chat template",
-    )
-    yield Family(
+    ),
+    Family(
         _think(
             family="nemotron",
             strategy=flag(),
@@ -292,8 +291,8 @@ def _rows() -> Iterator[Family]:
         ),
         ("nemotron_h",),
         "vLLM nemotron_v3 reasoning parser",
-    )
-    yield Family(
+    ),
+    Family(
         ReasoningConfig(
             "Here is my thought process:",
             "Here is my response:",
@@ -308,8 +307,8 @@ def _rows() -> Iterator[Family]:
         ),
         ("granite", "granitemoe"),
         "vLLM granite reasoning parser (Granite 3.2 and 3.3)",
-    )
-    yield Family(
+    ),
+    Family(
         _think(
             family="granite4",
             strategy=flag(),
@@ -319,8 +318,8 @@ def _rows() -> Iterator[Family]:
         ),
         ("granitemoehybrid",),
         "vLLM granite_thinking reasoning parser (Granite 4.2)",
-    )
-    yield Family(
+    ),
+    Family(
         _think(
             family="hunyuan",
             strategy=flag(),
@@ -330,8 +329,8 @@ def _rows() -> Iterator[Family]:
         ),
         ("hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe"),
         "vLLM hunyuan_a13b reasoning parser",
-    )
-    yield Family(
+    ),
+    Family(
         _think(
             family="ernie",
             wrappers=(("<response>", "</response>"),),
@@ -339,8 +338,8 @@ def _rows() -> Iterator[Family]:
         ),
         ("ernie4_5_moe",),
         "vLLM ernie45 reasoning parser",
-    )
-    yield Family(
+    ),
+    Family(
         ReasoningConfig(
             "<|START_THINKING|>",
             "<|END_THINKING|>",
@@ -360,8 +359,8 @@ def _rows() -> Iterator[Family]:
         ),
         ("cohere2", "cohere2_vision"),
         "Command R7B chat template; vLLM cohere_command reasoning parser",
-    )
-    yield Family(
+    ),
+    Family(
         _think(
             family="olmo3",
             strategy=ALWAYS,
@@ -371,13 +370,13 @@ def _rows() -> Iterator[Family]:
         ),
         ("olmo3",),
         "vLLM olmo3 reasoning parser; delimiters are ordinary text",
-    )
-    yield Family(
+    ),
+    Family(
         _think(family="step3", strategy=ALWAYS, opens=True, turn=_CHATML),
         ("step3", "step3p5"),
         "vLLM step3 and step3p5 reasoning parsers",
-    )
-    yield Family(
+    ),
+    Family(
         _think(
             family="mimo",
             strategy=flag(default_on=False),
@@ -387,8 +386,8 @@ def _rows() -> Iterator[Family]:
         ),
         ("mimo", "mimo_v2_flash"),
         "SGLang mimo detector",
-    )
-    yield Family(
+    ),
+    Family(
         ReasoningConfig(
             "<longcat_think>",
             "</longcat_think>",
@@ -396,8 +395,8 @@ def _rows() -> Iterator[Family]:
         ),
         ("longcat_flash", "longcat_flash_ngram"),
         "mlx_lm tokenizer_utils.py",
-    )
-    yield Family(
+    ),
+    Family(
         ReasoningConfig(
             "<|think:start|>",
             "<|think:end|>",
@@ -408,15 +407,15 @@ def _rows() -> Iterator[Family]:
         ),
         ("solar_open", "solar_open2"),
         "vLLM solar_open2 reasoning parser",
-    )
-    yield Family(
+    ),
+    Family(
         ReasoningConfig("<|inner_prefix|>", "<|inner_suffix|>", family="apertus"),
         ("apertus",),
         "SGLang apertus detector",
-    )
+    ),
+)
 
-
-FAMILIES: dict[str, Family] = {row.config.family: row for row in _rows()}
+FAMILIES: dict[str, Family] = {row.config.family: row for row in _ROWS}
 
 
 def family(name: str) -> ReasoningConfig:
