@@ -200,12 +200,14 @@ def replayed(lengths, cost, pace) -> float:
     while at < len(lengths):
         depth = pace.depth
         # What is accepted behind the end is no gain.
-        accepted = min(depth, lengths[at], len(lengths) - at - 1)
+        accepted = min(depth, lengths[at], len(lengths) - at)
+        emitted = min(accepted + 1, len(lengths) - at)
         seconds += cost[depth]
-        at += accepted + 1
-        pace.add(accepted, cost[depth])
+        at += emitted
+        pace.add(accepted, emitted, cost[depth])
         if depth and pace.depth != depth and at < len(lengths):
             seconds, at = seconds + 2 * cost[0], at + 1
+    pace.end(len(lengths))
     return seconds
 
 

@@ -38,9 +38,12 @@ class Scripted:
     def __init__(self, depths):
         self.depths, self.depth, self.taken = depths, depths[0], 0
 
-    def add(self, accepted, seconds):
+    def add(self, accepted, emitted, seconds):
         self.taken += 1
         self.depth = self.depths[self.taken % len(self.depths)]
+
+    def end(self, tokens):
+        pass
 
 
 def scripted(decoder, depths):
@@ -203,10 +206,13 @@ def test_drafts_behind_the_end_are_no_gain(limit, stops):
     class Counts(Scripted):
         def __init__(self):
             super().__init__([3])
-            self.accepted = []
+            self.rounds, self.tokens = [], 0
 
-        def add(self, accepted, seconds):
-            self.accepted.append(accepted)
+        def add(self, accepted, emitted, seconds):
+            self.rounds.append((accepted, emitted))
+
+        def end(self, tokens):
+            self.tokens = tokens
 
     counting = 20.0 * mx.eye(9)[(mx.arange(9) + 1) % 9]
     target = TableTarget(mx.broadcast_to(counting[None], (9, 9, 9)))
@@ -215,7 +221,8 @@ def test_drafts_behind_the_end_are_no_gain(limit, stops):
     decoder._pace = lambda greedy, plain: pace
     steps = decoder.stream([7, 8], max_tokens=limit, stop_tokens=stops)
     assert [step.token for step in steps] == [0, 1, 2, 3, 4, 5, 6]
-    assert pace.accepted == [3, 1] and steps.telemetry.accepted == 6
+    assert pace.rounds == [(3, 4), (2, 2)] and pace.tokens == 6
+    assert steps.telemetry.accepted == 6
 
 
 # The policy, on made-up rounds.
@@ -226,12 +233,14 @@ def replay(lengths, cost, pace, measured=None):
     at, seconds = 0, 0.0
     while at < len(lengths):
         depth = pace.depth
-        accepted = min(depth, lengths[at], len(lengths) - at - 1)
+        accepted = min(depth, lengths[at], len(lengths) - at)
+        emitted = min(accepted + 1, len(lengths) - at)
         seconds += cost(depth)
-        at += accepted + 1
-        pace.add(accepted, (measured or cost)(depth))
+        at += emitted
+        pace.add(accepted, emitted, (measured or cost)(depth))
         if depth and pace.depth != depth and at < len(lengths):
             seconds, at = seconds + cost(0), at + 1  # the token between two depths
+    pace.end(len(lengths))
     return seconds
 
 
@@ -335,14 +344,58 @@ def test_a_cost_of_long_ago_is_tried_again():
 
 def test_acceptance_by_position_forgets_and_counts_missing_drafts():
     acceptance = Acceptance()
-    assert acceptance.at(0) == acceptance.at(5) == PRIOR[0]
+    assert acceptance.rates(6) == [PRIOR[0]] * 6
     for _ in range(400):
         acceptance.add(3, 1)
-    assert acceptance.at(0) > 0.97 and acceptance.at(1) < 0.06
+    assert acceptance.rates(1)[0] > 0.97 and acceptance.rates(2)[1] < 0.06
     assert acceptance.tokens(3) == pytest.approx(2, abs=0.1)
     for _ in range(400):
         acceptance.add(3, 0)
-    assert acceptance.at(0) < 0.06
+    assert acceptance.rates(1)[0] < 0.06
+
+
+def test_positions_without_a_draft_are_not_forgotten():
+    acceptance = Acceptance()
+    for _ in range(50):
+        acceptance.add(3, 1)
+    before = acceptance.rates(3)
+    for _ in range(400):
+        acceptance.add(1, 1)
+    assert acceptance.rates(3)[1:] == pytest.approx(before[1:], abs=0.01)
+
+
+def test_streams_take_whole_rounds():
+    acceptance = Acceptance()
+    for _ in range(1000):
+        acceptance.add(8, 8)
+    assert acceptance.tokens(3) == pytest.approx(4, rel=0.02)
+    acceptance.end(5)
+    tokens = [acceptance.tokens(depth) for depth in (0, 3, 4, 8)]
+    assert tokens == pytest.approx([1, 2.5, 5, 5], rel=0.02)
+    acceptance.end(0)  # no round
+    acceptance.end(100)  # 2 + 25 rounds of 4, and 1 + 12 of 9
+    tokens = [acceptance.tokens(depth) for depth in (3, 8)]
+    assert tokens == pytest.approx([105 / 27, 105 / 12.55], rel=0.02)
+
+
+def test_a_slot_behind_the_end_says_nothing():
+    acceptance = Acceptance()
+    for _ in range(100):
+        acceptance.add(3, 2, 2)
+    assert acceptance.rates(3) == pytest.approx([1, 1, 1], abs=0.1)
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.85, 0.97])
+def test_the_policy_fits_whole_answers(rate):
+    """Many of one length: the depth that ends with them is best."""
+    cost = {depth: 1.0 if depth == 0 else 1.1 + 0.15 * depth for depth in range(9)}
+    costs, acceptance = Costs(cost), Acceptance()
+    streams = [lengths_of(rate, 5, seed) for seed in range(150)]
+    ours = sum(
+        replay(x, cost.get, AdaptiveDepth(costs, 8, 0, acceptance)) for x in streams
+    )
+    fixed = [sum(replay(x, cost.get, FixedDepth(d)) for x in streams) for d in cost]
+    assert min(fixed) / ours > 0.96
 
 
 # Of batches. Milliseconds of the demo's rounds on a CPU, as measured: plain ones, and a

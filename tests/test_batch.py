@@ -207,6 +207,9 @@ class Changing:
         self.seen.append((self.depth, accepted, seconds))
         self.depth = (3, 0, 0, 1, 4, 0, 2)[len(self.seen) % 7]
 
+    def end(self, tokens):
+        pass
+
 
 @pytest.mark.parametrize("name", ["hybrid", "window"])
 def test_rounds_of_changing_depth_change_no_greedy_or_coupled_row(pools, name):

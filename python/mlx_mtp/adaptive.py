@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
+from operator import mul
 from statistics import fmean
 from typing import Protocol
 
@@ -19,6 +21,7 @@ FEW = 4  # from as many on they tell a change; a known cost counts as so many
 STALE = 400  # rounds after which a cost may have changed
 FORGET = 0.97  # a round's weight against the next one's
 ANOTHER_TEXT, LONG_AGO = 0.9, 0.3  # what the weight of earlier rounds shrinks to
+NEAR = 32  # tokens of a stream, from which on its end is far away
 PRIOR = (0.8, 2.0)  # acceptance before anything is known, and its weight in rounds
 START = 3  # the first depth, when no cost is known
 GAIN = 1.05  # another depth has to be this much better
@@ -43,11 +46,17 @@ class Pace(Protocol):
     depth: int
     max_depth: int
 
-    def add(self, accepted: int, seconds: float) -> None:
+    def add(self, accepted: int, emitted: int, seconds: float) -> None:
         """Takes a round of ``depth`` drafts, or a token of plain decoding.
 
-        Accepted drafts behind the end of the stream are no gain and do not count.
+        Args:
+            accepted: Its drafts that were accepted and emitted.
+            emitted: Its tokens: one more, but where the round was cut short.
+            seconds: What it took.
         """
+
+    def end(self, tokens: int) -> None:
+        """The stream ends with so many tokens behind its first."""
 
     def limit(self, depth: int) -> None:
         """Goes no deeper than this from now on."""
@@ -59,7 +68,10 @@ class FixedDepth:
     def __init__(self, depth: int):
         self.depth = self.max_depth = depth
 
-    def add(self, accepted: int, seconds: float) -> None:
+    def add(self, accepted: int, emitted: int, seconds: float) -> None:
+        """Changes nothing."""
+
+    def end(self, tokens: int) -> None:
         """Changes nothing."""
 
     def limit(self, depth: int) -> None:
@@ -145,43 +157,75 @@ class Costs:
 
 
 class Acceptance:
-    """Acceptance by position, the newest rounds first."""
+    """Acceptance by position, the newest rounds first, and how long streams are."""
 
     def __init__(self):
         self._reached: list[float] = []
         self._accepted: list[float] = []
+        self._lengths: deque[int] = deque(maxlen=KEPT)  # of the newest streams
+        self._sums: list[float] = []  # tokens of a round by depth
+        self._shares: dict[int, float] = {}
 
-    def add(self, depth: int, accepted: int, share: float = 1.0) -> None:
-        """Takes a round, or that of a row that is this share of one. A slot without a
-        draft counts as one that was rejected."""
-        reached = min(depth, accepted + 1)
+    def add(
+        self, depth: int, accepted: int, emitted: int | None = None, share: float = 1.0
+    ) -> None:
+        """Takes a round, or that of a row that is this share of one.
+
+        A slot without a draft counts as one that was rejected. A round tells nothing of
+        slots behind the end of a stream, and makes none older that it does not have.
+        """
+        reached = accepted + 1 if emitted is None else emitted
         for counts, n in ((self._reached, reached), (self._accepted, accepted)):
             counts.extend([0.0] * (depth - len(counts)))
-            for i, count in enumerate(counts):
-                counts[i] = FORGET**share * count + (i < n)
+            for i in range(depth):
+                counts[i] = FORGET**share * counts[i] + (i < n)
+        self._sums = []
+
+    def end(self, tokens: int) -> None:
+        """Takes the tokens of a stream but its first, which needs no round."""
+        if tokens > 0:
+            self._lengths.append(tokens)
+            self._shares = {}
 
     def fade(self, share: float) -> None:
         """Makes what is known count less."""
         self._reached = [share * x for x in self._reached]
         self._accepted = [share * x for x in self._accepted]
+        self._sums = []
 
-    def at(self, position: int) -> float:
-        """Of drafts there whose predecessors were accepted; the prior is the position
-        in front."""
-        rate, weight = PRIOR
-        for reached, accepted in zip(
-            self._reached[: position + 1], self._accepted, strict=False
-        ):
+    def rates(self, depth: int) -> list[float]:
+        """By position, of drafts whose predecessors were accepted; the prior is the
+        position in front."""
+        (rate, weight), rates = PRIOR, []
+        spare = [0.0] * max(depth - len(self._reached), 0)
+        counts = zip(self._reached + spare, self._accepted + spare, strict=True)
+        for reached, accepted in counts:
             rate = (accepted + weight * rate) / (reached + weight)
-        return rate
+            rates.append(rate)
+        return rates[:depth]
 
     def tokens(self, depth: int) -> float:
-        """Expected tokens of a round."""
-        total = chain = 1.0
-        for position in range(depth):
-            chain *= self.at(position)
-            total += chain
-        return total
+        """Expected tokens of a round; those behind the end of a stream do not count."""
+        if len(self._sums) <= depth:
+            chain = accumulate(self.rates(depth + KEPT), mul, initial=1.0)
+            self._sums = list(accumulate(chain))
+        if depth not in self._shares:
+            self._shares[depth] = self._share(depth)
+        return self._shares[depth] * self._sums[depth]
+
+    def _share(self, depth: int) -> float:
+        """Of a round's tokens, those that are not behind the end of a stream: one of n
+        tokens takes a whole number of rounds."""
+        if not self._lengths:
+            return 1.0
+        chain = [*accumulate(self.rates(depth), mul, initial=1.0), 0.0]
+        emits = [a - b for a, b in pairwise(chain)]  # 1, 2, ... tokens
+        rounds = [0.0]  # expected for 0, 1, ... tokens
+        for n in range(min(max(self._lengths), NEAR)):
+            rounds.append(1 + sum(map(mul, emits, rounds[n::-1])))
+        full = self._sums[depth]
+        spent = (rounds[min(n, NEAR)] + max(n - NEAR, 0) / full for n in self._lengths)
+        return sum(self._lengths) / sum(spent) / full
 
 
 class AdaptiveDepth:
@@ -211,14 +255,18 @@ class AdaptiveDepth:
         self._known = self.depth in costs  # whether its cost was
         self._wait = WAIT
 
-    def add(self, accepted: int, seconds: float) -> None:
-        """Takes one round: how many drafts were accepted, and its seconds."""
+    def add(self, accepted: int, emitted: int, seconds: float) -> None:
+        """Takes one round, see ``Pace``."""
         self._rounds += 1
         if self.depth:
-            self.acceptance.add(self.depth, accepted)
+            self.acceptance.add(self.depth, accepted, emitted)
         if self._rounds > SETTLE:
             self.costs.add(self.depth, seconds)
         self._choose()
+
+    def end(self, tokens: int) -> None:
+        """The stream ends with so many tokens behind its first."""
+        self.acceptance.end(tokens)
 
     def limit(self, depth: int) -> None:
         """Goes no deeper than this from now on."""
@@ -336,7 +384,7 @@ class BatchDepth(AdaptiveDepth):
         self._rounds += 1
         if self.depth:
             for count in accepted:
-                self.acceptance.add(self.depth, count, 1 / len(accepted))
+                self.acceptance.add(self.depth, count, share=1 / len(accepted))
         self.costs.add(self.depth, seconds)
         self._choose()
 

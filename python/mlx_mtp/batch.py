@@ -504,6 +504,8 @@ class BatchIterator(Iterator[list[BatchOutput]]):
     def _end(self, request: _Request, finish: str, error=None) -> None:
         out = self._output(request)
         out.finish, out.error = finish, error
+        if isinstance(request.stream, Row):
+            self._pace.end(request.stream.telemetry.emitted - 1)
         del self._requests[request.id]
         try:
             self._leave(request)

@@ -252,6 +252,7 @@ class Stream:
                 if self._state is not None:
                     self._pause()
         finally:
+            self._pace.end(self.telemetry.emitted - 1)
             try:
                 with self.telemetry.phase("close"):
                     self._close()
@@ -281,7 +282,8 @@ class Stream:
             logits = pending.logits
             tokens, last = self._cut(block.tokens)
             if block.fed and not block.given:
-                self._pace.add(len(tokens) - 1, block.seconds)
+                accepted = min(block.accepted, len(tokens))
+                self._pace.add(accepted, len(tokens), block.seconds)
             last = (
                 last
                 or self._length >= self._limit
@@ -374,7 +376,7 @@ class Stream:
         seconds = self._since_read()
         self.telemetry.count_depth(0)
         if not self._pace.depth:
-            self._pace.add(0, seconds)
+            self._pace.add(0, 1, seconds)
 
     def _since_read(self) -> float:
         """Seconds since the host read the device before."""
