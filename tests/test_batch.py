@@ -237,6 +237,18 @@ def test_rounds_of_changing_depth_change_no_greedy_or_coupled_row(pools, name):
     )
 
 
+def test_a_shallow_round_leaves_no_room_for_a_deep_one(llama):
+    batch = BatchIterator(SpeculativeDecoder(as_target(llama), NGramDrafter(), 4))
+    batch._pace, batch._adaptive = Changing(), True
+    batch.add(prompt(0, 128), max_tokens=60)
+    widths = []
+    for _ in batch:
+        if batch._pending is not None and batch.rounds:
+            widths.append(batch._pending.round.width)
+            assert batch._state["tokens"].shape[1] == widths[-1]
+    assert set(widths) == {1, 2, 3, 4, 5}
+
+
 def test_an_adaptive_batch_measures_its_slots(llama):
     decoder = SpeculativeDecoder(as_target(llama), NGramDrafter(), "adaptive")
     batch = BatchIterator(decoder)

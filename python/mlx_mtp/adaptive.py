@@ -30,7 +30,8 @@ SETTLE = 2  # rounds of a new depth that do not count: they compile
 PROBE = 4  # rounds with drafts that interrupt plain decoding
 WAIT, MAX_WAIT = 48, 512  # plain tokens in front of such a probe
 TRIAL = 3  # rounds of a batch that tell of a depth, though the first one compiles
-AGREE = 2  # rounds of a batch in favour of another
+LOST = 0.1  # rounds that a batch may lose at a depth before it goes to a better one
+IDLE = 1  # rounds that a slot of a batch is empty between two streams
 HOPE = 1.2  # plain rounds are off the line by up to so much: the first draft costs more
 WEIGHTS = 16  # a guess: to read the weights takes as long as so many rows
 
@@ -157,9 +158,14 @@ class Costs:
 
 
 class Acceptance:
-    """Acceptance by position, the newest rounds first, and how long streams are."""
+    """Acceptance by position, the newest rounds first, and how long streams are.
 
-    def __init__(self):
+    Args:
+        idle (int): Rounds between two streams, ``IDLE`` for batches.
+    """
+
+    def __init__(self, idle: int = 0):
+        self._idle = idle
         self._reached: list[float] = []
         self._accepted: list[float] = []
         self._lengths: deque[int] = deque(maxlen=KEPT)  # of the newest streams
@@ -225,7 +231,8 @@ class Acceptance:
             rounds.append(1 + sum(map(mul, emits, rounds[n::-1])))
         full = self._sums[depth]
         spent = (rounds[min(n, NEAR)] + max(n - NEAR, 0) / full for n in self._lengths)
-        return sum(self._lengths) / sum(spent) / full
+        idle = self._idle * len(self._lengths)
+        return sum(self._lengths) / (sum(spent) + idle) / full
 
 
 class AdaptiveDepth:
@@ -371,7 +378,8 @@ class BatchDepth(AdaptiveDepth):
         acceptance: Acceptance | None = None,
     ):
         self._by_slots, self._slots = costs, 1
-        super().__init__(costs[1], max_depth, 0, acceptance)
+        self._lost = 0.0
+        super().__init__(costs[1], max_depth, 0, acceptance or Acceptance(IDLE))
 
     def set_slots(self, slots: int) -> None:
         """The next round has so many."""
@@ -410,8 +418,9 @@ class BatchDepth(AdaptiveDepth):
             self._wait = min(2 * self._wait, MAX_WAIT)
         best = self._best()
         gain = self._rate(best) / self._rate(self.depth)
-        self._better = self._better + 1 if gain > GAIN else 0
-        if self._better >= AGREE:
+        self._lost = self._lost + gain - 1 if best != self.depth else 0.0
+        if self._lost > LOST:
+            self._lost = 0.0
             self._move(best)
         elif self.depth and self._rounds > 4 * PROBE:
             self._wait = WAIT

@@ -20,8 +20,8 @@ class BatchRound(Round):
     - ``way`` (int32): The part that draws its tokens; not there with one part.
 
     Args:
-        parts: One ``Round`` for each way of drawing, all of one target, drafter, depth
-            and width. None of several is greedy: temperature 0 is, in any of them.
+        parts: One ``Round`` for each way of drawing, all of one target, drafter and
+            depth. None of several is greedy: temperature 0 is, in any of them.
     """
 
     def __init__(self, parts: Sequence[Round]):
@@ -32,7 +32,6 @@ class BatchRound(Round):
             first.depth,
             first.adapters,
             greedy=first.greedy,
-            width=first.width,
         )
         self.parts = list(parts)
 

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx.utils import tree_map
 
 from .drafters import DraftContext, Drafts
 from .ops import sample, verify_coupled, verify_draft
@@ -75,11 +74,10 @@ class Round:
         coupled (bool): Noise belongs to positions, see ``ops.verify_coupled``; the
             keys are the seeds of the streams and stay as they are.
         filter_order, draft_filter_order (str): See ``SamplingParams``.
-        width (int): T, the tokens that a state has room for. Rounds of unlike depths
-            take the same state if they have one width. Default: ``depth + 1``.
 
-    ``traces`` counts how often the target was traced: once for each shape of the
-    state and each attended length. It is 0 if the target cannot be traced.
+    A round takes the state that one of another depth has left, if both have the same
+    adapters. ``traces`` counts how often the target was traced: once for each shape of
+    the state and each attended length. It is 0 if the target cannot be traced.
     """
 
     def __init__(
@@ -93,14 +91,13 @@ class Round:
         coupled: bool = False,
         filter_order: FilterOrder = "temperature_first",
         draft_filter_order: FilterOrder | None = None,
-        width: int | None = None,
     ):
         self.target, self.drafter, self.depth = target, drafter, depth
         self.adapters = target.adapters if adapters is None else adapters
         self.greedy, self.coupled = greedy, coupled and not greedy
         self.filter_order = filter_order
         self.draft_filter_order = draft_filter_order or filter_order
-        self.width = width or depth + 1
+        self.width = depth + 1  # T, the tokens of a round
         self.traces = 0
         self._compiled: dict[tuple[str, int], Any] = {}
         self._constants: dict[int, tuple[mx.array, mx.array]] = {}
@@ -294,14 +291,10 @@ class Round:
                 for adapter, view in zip(self.adapters, views, strict=True)
             ],
         }
-        if self.width > rows.shape[1]:
-            verified["leaves"] = tree_map(
-                lambda x, old: pad_to(x, old.shape), verified["leaves"], state["leaves"]
-            )
         if "hidden" in state:
             if out.hidden is None:
                 raise StepDown("the model gave no hidden rows")
-            verified["hidden"] = pad(out.hidden, self.width, axis=1)
+            verified["hidden"] = out.hidden
         if offset is None:
             self.traces += 1
         return verified, out.logits

@@ -14,7 +14,15 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from .adaptive import Acceptance, AdaptiveDepth, BatchCosts, Costs, FixedDepth, Pace
+from .adaptive import (
+    IDLE,
+    Acceptance,
+    AdaptiveDepth,
+    BatchCosts,
+    Costs,
+    FixedDepth,
+    Pace,
+)
 from .drafters import DrafterMismatch
 from .memory import Footprint, MemoryPolicy, Watch
 from .round import Round
@@ -86,7 +94,7 @@ class SpeculativeDecoder:
         self.target, self.drafter, self.depth = target, drafter, depth
         self._costs: dict[bool, Costs] = defaultdict(lambda: Costs(costs))
         self.batch_costs = BatchCosts(costs)
-        self.batch_acceptance = Acceptance()
+        self.batch_acceptance = Acceptance(IDLE)
         self._acceptance: dict[bool, Acceptance] = defaultdict(Acceptance)
         self._rounds: dict[tuple, Round] = {}
         self._weights: list[mx.array] = []
@@ -294,16 +302,18 @@ class SpeculativeDecoder:
     def round_of(
         self, way: tuple, depth: int, caches, width: int | None = None
     ) -> Round:
-        """The round that draws as ``Round.way`` says, compiled once for all streams."""
+        """The round that draws as ``Round.way`` says, compiled once for all streams.
+
+        Its caches have room for rounds of up to ``width`` tokens.
+        """
         greedy, coupled, order, draft_order = way
-        width = width or depth + 1
-        adapters = classify(caches, self.target.adapters, width)
+        adapters = classify(caches, self.target.adapters, width or depth + 1)
         # A compiled round has the weights of its trace as constants.
         tree = [self.target.weights(), self.drafter.weights()]
         weights = [x for _, x in tree_flatten(tree)]
         if list(map(id, weights)) != list(map(id, self._weights)):
             self._rounds, self._weights = {}, weights
-        key = (depth, width, way, adapters)
+        key = (depth, way, adapters)
         if key not in self._rounds:
             self._rounds[key] = Round(
                 self.target,
@@ -314,7 +324,6 @@ class SpeculativeDecoder:
                 coupled=coupled,
                 filter_order=order,
                 draft_filter_order=draft_order,
-                width=width,
             )
         return self._rounds[key]
 
