@@ -378,7 +378,6 @@ class BatchDepth(AdaptiveDepth):
         acceptance: Acceptance | None = None,
     ):
         self._by_slots, self._slots = costs, 1
-        self._lost = 0.0
         super().__init__(costs[1], max_depth, 0, acceptance or Acceptance(IDLE))
 
     def set_slots(self, slots: int) -> None:
@@ -418,9 +417,8 @@ class BatchDepth(AdaptiveDepth):
             self._wait = min(2 * self._wait, MAX_WAIT)
         best = self._best()
         gain = self._rate(best) / self._rate(self.depth)
-        self._lost = self._lost + gain - 1 if best != self.depth else 0.0
-        if self._lost > LOST:
-            self._lost = 0.0
+        self._better = self._better + gain - 1 if best != self.depth else 0
+        if self._better > LOST:
             self._move(best)
         elif self.depth and self._rounds > 4 * PROBE:
             self._wait = WAIT
