@@ -249,6 +249,26 @@ def test_a_shallow_round_leaves_no_room_for_a_deep_one(llama):
     assert set(widths) == {1, 2, 3, 4, 5}
 
 
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen, window_model])
+def test_a_row_joins_behind_a_round_of_any_depth(make):
+    target = as_target(make())
+    drafter = random_head(target) if make is tiny_qwen else NGramDrafter()
+    decoder = SpeculativeDecoder(target, drafter, 4)
+    prompts = [random_prompt(9 + i, 95, i) for i in range(12)]
+    expected = [[s.token for s in decoder.stream(p, max_tokens=40)] for p in prompts]
+    batch, found = BatchIterator(decoder), {}
+    batch._pace, batch._adaptive = Changing(), True
+    for tokens in prompts:
+        batch.add(tokens, max_tokens=40)
+        for _ in range(2):
+            for out in next(batch):
+                found.setdefault(out.id, []).extend(s.token for s in out.steps)
+    for outputs in batch:
+        for out in outputs:
+            found.setdefault(out.id, []).extend(s.token for s in out.steps)
+    assert list(found.values()) == expected
+
+
 def test_an_adaptive_batch_measures_its_slots(llama):
     decoder = SpeculativeDecoder(as_target(llama), NGramDrafter(), "adaptive")
     batch = BatchIterator(decoder)

@@ -538,7 +538,12 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         if self._state is None:
             self._state = state
         spare = len(self._slots) - len(self._state["offset"])
-        batch = tree_map(partial(_with_room, spare), self._state, state)
+        # The newest token is the last one, so it stands in the new places as well.
+        tokens = self._state["tokens"]
+        more = state["tokens"].shape[1] - tokens.shape[1]
+        tokens = mx.pad(tokens, [(0, 0), (0, more)], mode="edge")
+        batch = {**self._state, "tokens": tokens}
+        batch = tree_map(partial(_with_room, spare), batch, state)
         at = mx.array([slot])
         self._state = tree_map(partial(_write, at), batch, state)
         row.sit(slot)
