@@ -515,6 +515,14 @@ def test_guesses_are_a_line_over_the_rows_of_a_round():
     assert BatchCosts({0: 1.0, 2: 2.0})[1](1) == pytest.approx(1.5)
 
 
+def test_a_batch_stays_at_a_depth_for_long():
+    costs = BatchCosts()
+    costs[8].add(1, 9.0)
+    for _ in range(500):
+        costs[8].add(3, 20.0)
+    assert costs[8](1) == pytest.approx(9.0)
+
+
 def test_wide_batches_go_to_plain_decoding_and_narrow_ones_draft():
     """A round costs 1 for its weights and something for each verified row."""
     rng, costs = random.Random(0), BatchCosts()

@@ -109,10 +109,10 @@ class Costs:
         if not self._fresh(depth):
             self._seconds[depth] = deque(maxlen=KEPT)
         values = self._seconds[depth]
-        before = self._quartile(depth) if len(values) >= FEW else None
+        before = self.measured(depth) if len(values) >= FEW else None
         values.append(seconds)
         self._age[depth] = 0
-        change = 1.0 if before is None else self._quartile(depth) / before
+        change = 1.0 if before is None else self.measured(depth) / before
         for other in self._seconds.keys() - {depth}:
             self._age[other] += 1
             if change != 1.0:
@@ -131,9 +131,9 @@ class Costs:
     def __call__(self, depth: int) -> float:
         # Plain decoding is off the line, and a probe of it is long.
         if self._fresh(depth) or (depth == 0 and depth in self):
-            return self._quartile(depth)
+            return self.measured(depth)
         line = self._line(depth)
-        return min(line, self._quartile(depth)) if depth in self else line
+        return min(line, self.measured(depth)) if depth in self else line
 
     def _fresh(self, depth: int) -> bool:
         return self._age.get(depth, STALE) < STALE
@@ -142,7 +142,7 @@ class Costs:
         """Through the two measured depths that are nearest, plain decoding last."""
         known = sorted(set(self._seconds) - {depth})
         near = sorted(known, key=lambda d: (d == 0, abs(d - depth)))[:2]
-        values = [self._quartile(d) for d in near]
+        values = [self.measured(d) for d in near]
         if not near:
             return 1.0 if self._guess is None else self._guess(depth)
         if len(near) == 1 and self._guess is not None:
@@ -152,7 +152,8 @@ class Costs:
         slope = max((values[1] - values[0]) / (near[1] - near[0]), 0.0)
         return max(values[0] + slope * (depth - near[0]), 1e-9)
 
-    def _quartile(self, depth: int) -> float:
+    def measured(self, depth: int) -> float:
+        """The lower quartile."""
         values = sorted(self._seconds[depth])
         return values[(len(values) - 1) // 4]
 
@@ -343,7 +344,7 @@ class BatchCosts:
     def _guess(self, slots: int, depth: int) -> float:
         """Seconds, or in a unit of its own if nothing was measured."""
         points = [
-            (n * (known + 1), costs(known))
+            (n * (known + 1), costs.measured(known))
             for n, costs in self._by_slots.items()
             for known in costs
         ]
