@@ -12,6 +12,7 @@ from batch_soak import soak
 from batches import prompt
 from test_batch import Breaks
 
+from mlx_mtp.batch import BatchIterator
 from mlx_mtp.drafters import NGramDrafter
 from mlx_mtp.memory import Footprint, MemoryPolicy, rows_fit
 from mlx_mtp.scheduler import (
@@ -151,6 +152,44 @@ def test_an_error_ends_its_request_alone(decoder, truth):
                 list(handle)
             assert handle.finish == "error" and list(handle) == []
         assert list(good) == truth[2]
+
+
+def test_a_read_that_fails_ends_its_request_alone(decoder, truth):
+    read = {17: 0}.__getitem__  # no other token can be read
+    with Scheduler(decoder) as scheduler:
+        handles = [
+            scheduler.submit(prompt(1, 128), max_tokens=30, read=lambda step: 1 / 0),
+            scheduler.submit(prompt(1, 128), max_tokens=1, read=read),
+        ]
+        good = scheduler.submit(prompt(2, 128), max_tokens=30)
+        errors = (ZeroDivisionError, KeyError)
+        for handle, error in zip(handles, errors, strict=True):
+            with pytest.raises(error):
+                list(handle)
+            assert handle.finish == "error"
+        assert list(good) == truth[2]
+        assert scheduler.metrics()["ended"]["error"] == 2
+        assert list(scheduler.submit(prompt(3, 128), max_tokens=30)) == truth[3]
+
+
+def test_a_cancelled_row_that_cannot_leave_ends_alone(decoder, truth, monkeypatch):
+    taken, take = [], BatchIterator.take
+
+    def fails_once(*args):
+        taken.append(args)
+        return take(*args) if len(taken) > 1 else 1 / 0
+
+    with Scheduler(decoder) as scheduler:
+        caches = decoder.target.make_cache()
+        handle = scheduler.submit(prompt(1, 128), max_tokens=2000, caches=caches)
+        found = list(islice(handle, 5))
+        monkeypatch.setattr(BatchIterator, "take", fails_once)
+        handle.cancel()
+        with pytest.raises(ZeroDivisionError):
+            found.extend(handle)
+        assert handle.finish == "error" and len(taken) == 2
+        assert caches[0].offset == len(prompt(1, 128)) + len(found)
+        assert list(scheduler.submit(prompt(2, 128), max_tokens=30)) == truth[2]
 
 
 def test_the_memory_policy_is_asked_before_a_row_is_admitted(decoder, truth):

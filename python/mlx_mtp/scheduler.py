@@ -198,7 +198,8 @@ class Scheduler:
             prompt: ``(P,)`` token ids, or a ``VisionPrompt``.
             client: Whose it is; clients take turns.
             read (callable): What the handle gives of each step, called by the owner's
-                thread, where its arrays may be used. Default: the token.
+                thread, where its arrays may be used. Default: the token. What it
+                raises ends the request.
             timeout (float, optional): Seconds to wait for a place in the queue. None is
                 for ever.
             options: As in ``BatchIterator.add``. Callbacks run in the owner's thread.
@@ -332,7 +333,7 @@ class Scheduler:
         for handle in self._next_requests():
             self._start(batch, handle)
         for out in next(batch, []):
-            self._deliver(out)
+            self._deliver(batch, out)
         with self._lock:
             self._rounds, self._row_rounds = batch.rounds, batch.row_rounds
 
@@ -343,8 +344,7 @@ class Scheduler:
         ids = {handle: id_ for id_, handle in self._running.items()}
         for handle in cancelled:
             if handle in ids:
-                batch.remove(ids[handle])
-                self._end(ids[handle], "cancelled")
+                self._remove(batch, ids[handle], "cancelled")
             elif self._unqueue(handle):
                 self._count(handle, "cancelled")
 
@@ -402,10 +402,22 @@ class Scheduler:
             handle.telemetry = batch.telemetry(id_)
             self._running[id_] = handle
 
-    def _deliver(self, out: BatchOutput) -> None:
-        self._running[out.id]._push(out.steps)
+    def _deliver(self, batch: BatchIterator, out: BatchOutput) -> None:
+        try:
+            self._running[out.id]._push(out.steps)
+        except Exception as error:
+            self._remove(batch, out.id, "error", error)
+            return
         if out.finish is not None:
             self._end(out.id, out.finish, out.error)
+
+    def _remove(self, batch: BatchIterator, id_: int, finish: str, error=None) -> None:
+        """Ends a request that may still be in the batch."""
+        try:
+            batch.remove(id_)
+        except Exception as failure:
+            finish, error = "error", error or failure
+        self._end(id_, finish, error)
 
     def _end(self, id_: int, finish: str, error=None) -> None:
         with self._lock:
