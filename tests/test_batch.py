@@ -380,6 +380,48 @@ def test_a_row_whose_own_code_fails_ends_alone(pools, calls):
         assert compare(request, steps[id_]) == 0
 
 
+def failing(name, calls, **flags):
+    """A controller with a method that works so many times."""
+    controller = Masks()
+    vars(controller).update(flags)
+    method, left = getattr(controller, name), iter(range(calls))
+
+    def call(*args):
+        return 1 / 0 if next(left, None) is None else method(*args)
+
+    setattr(controller, name, call)
+    return controller
+
+
+@pytest.mark.parametrize("neighbours", [0, 2])
+@pytest.mark.parametrize(
+    "name, flags",
+    [
+        ("horizon", {"masks": False, "biases": True}),
+        ("bias", {"masks": False, "biases": True, "horizon": lambda: 0}),
+        ("forced", {"masks": False}),
+        ("forced", {}),
+        ("accept", {}),
+    ],
+)
+def test_a_controller_that_fails_anywhere_ends_its_row_alone(
+    llama, name, flags, neighbours
+):
+    decoder = SpeculativeDecoder(as_target(llama), NGramDrafter(), DEPTH)
+    batch, expected = BatchIterator(decoder), plain_tokens(llama, PROMPT, 20)
+    for calls in range(9):
+        bad = batch.add(PROMPT, controller=failing(name, calls, **flags))
+        good = [batch.add(PROMPT, max_tokens=20) for _ in range(neighbours)]
+        telemetry = [batch.telemetry(i) for i in good]
+        steps, ends = read(batch)
+        assert isinstance(ends[bad].error, ZeroDivisionError)
+        for id_ in good:
+            assert ends[id_].error is None
+            assert [step.token for step in steps[id_]] == expected
+        assert not any(t.step_downs for t in telemetry)
+        assert batch._state is batch._pending is None
+
+
 def test_a_row_with_unusable_logits_ends_alone():
     """NaN behind two tokens, in a vocabulary of five; its neighbours go on."""
     table = mx.random.normal((5, 5, 5), key=mx.random.key(0))

@@ -163,10 +163,8 @@ class Row(Stream):
 
     @property
     def given(self) -> list[int]:
-        """Those of the next round."""
-        if not self.placed:
-            return []
-        return list(self._controller.forced()[: self.round_depth])
+        """Those of the next round, if it is as deep as the row may have it."""
+        return list(self._controller.forced()[: self.depth]) if self.placed else []
 
     @property
     def host_decides(self) -> bool:
@@ -243,6 +241,8 @@ class _Pending:
     requests: dict[int, _Request]  # by slot
     given: dict[int, int]
     parts: dict[int, int]
+    hosts: set[int]  # slots whose host decides
+    masked: set[int]
     counts: mx.array | None = None
     proposal: Proposal | None = None
 
@@ -598,7 +598,13 @@ class BatchIterator(Iterator[list[BatchOutput]]):
     @property
     def _builds_ahead(self) -> bool:
         waits = self._pending is not None and self._pending.counts is not None
-        return waits and all(r.stream.builds_ahead for r in self._seated.values())
+        return waits and all(self._answers("builds_ahead").values())
+
+    def _answers(self, name: str) -> dict[int, Any]:
+        """What the own code of each row says, by slot. It ends rows where it fails."""
+        rows = self._seated.items()
+        found = {i: self._ask(r, getattr, r.stream, name) for i, r in rows}
+        return {i: x for i, x in found.items() if x is not None}
 
     def _build(self, unread: bool) -> _Pending | None:
         """The graph of the next round; ``unread`` when the last is still running."""
@@ -609,8 +615,12 @@ class BatchIterator(Iterator[list[BatchOutput]]):
                 self._fail(error)
             return None
 
-    def _built(self, unread: bool) -> _Pending:
+    def _built(self, unread: bool) -> _Pending | None:
+        placed, hosts, masked = map(self._answers, ("given", "host_decides", "masked"))
         seated = self._seated
+        if not seated:
+            self._tidy()
+            return None
         rows = {i: request.stream for i, request in seated.items()}
         ways = sorted({row.way for row in rows.values()})
         if len(ways) > 1:
@@ -623,13 +633,20 @@ class BatchIterator(Iterator[list[BatchOutput]]):
             self._pace.set_slots(len(self._slots))
         depth = min(self.depth, max(row.depth for row in rows.values()))
         round_ = self._round(depth, ways, next(iter(rows.values())))
-        given = {i: row.given for i, row in rows.items()} if depth else {}
+        given = {i: placed[i][:depth] for i in rows}
         parts = {i: ways.index(r.way) if r.way in ways else 0 for i, r in rows.items()}
         state = {**self._state, **self._controls(rows, depth, given, parts, len(ways))}
         pending = _Pending(
-            round_, state, None, seated, {i: len(x) for i, x in given.items()}, parts
+            round_,
+            state,
+            None,
+            seated,
+            {i: len(x) for i, x in given.items()},
+            parts,
+            {i for i in rows if hosts[i]},
+            {i for i in rows if masked[i]},
         )
-        if any(row.host_decides or row.masked for row in rows.values()):
+        if pending.hosts or pending.masked:
             halves = round_.halves(state, attended)
             pending.proposal, pending.state, pending.logits = halves
         else:
@@ -735,7 +752,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         """
         round_, proposal = pending.round, Proposal(*pending.proposal)
         masks = self._masks(pending)
-        hosts = {i: r for i, r in self._alive(pending) if r.stream.host_decides}
+        hosts = self._alive(pending, pending.hosts)
         if not hosts:
             self._state, counts = round_.finish(
                 self._state, proposal, pending.logits, masks
@@ -768,7 +785,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
 
     def _masks(self, pending: _Pending) -> mx.array | None:
         """Masks ``(S, T, W)`` of a block, made while the target runs."""
-        masked = {i: r for i, r in self._alive(pending) if r.stream.masked}
+        masked = self._alive(pending, pending.masked)
         if not masked:
             return None
         drafts = Drafts(*pending.proposal[0]).tokens.tolist()
@@ -781,9 +798,10 @@ class BatchIterator(Iterator[list[BatchOutput]]):
                 masks[slot] = own[0]
         return mx.array(masks)
 
-    def _alive(self, pending: _Pending):
-        """The rows of a round that still are there."""
-        return [(i, r) for i, r in pending.requests.items() if self._slots[i] is r]
+    def _alive(self, pending: _Pending, slots: set[int]) -> dict[int, _Request]:
+        """The rows of a round in these slots that still are there."""
+        rows = pending.requests
+        return {i: rows[i] for i in sorted(slots) if self._slots[i] is rows[i]}
 
     def _ask(self, request: _Request, call: Callable, *args):
         """What a row's own code says; None, and the end of the row, if it fails."""
