@@ -3,6 +3,7 @@ prompt, and the same drafts where the drafter's state came along."""
 
 from functools import partial
 from itertools import islice
+from threading import Thread
 
 import mlx.core as mx
 import mlx_lm
@@ -64,6 +65,18 @@ def first(demo, texts):
 
 def only_tokens(pairs):
     return [token for token, _ in pairs]
+
+
+def test_a_cache_from_a_file_goes_on_in_another_thread(
+    demo, texts, first, whole, tmp_path
+):
+    file = tmp_path / "chat.safetensors"
+    save_prompt_cache(file, first, model=demo[0])
+    cache, found = load_prompt_cache(file, model=demo[0]), []
+    work = Thread(target=lambda: found.extend(marks(demo, texts[1], cache)))
+    work.start()
+    work.join()
+    assert found == whole
 
 
 def test_a_cache_from_a_file_drafts_as_if_it_had_stayed(

@@ -59,6 +59,20 @@ def test_many_threads_get_their_own_tokens(decoder, truth):
     assert metrics["tokens_per_second"] > 0 < metrics["acceptance_rate"] < 1
 
 
+def test_a_prompt_cache_comes_back_in_the_scheduler_and_out_of_it(decoder):
+    def ask(stream, caches, i):
+        options = {"caches": caches, "max_tokens": 9}
+        items = stream(prompt(i, 128), **options)
+        return [getattr(item, "token", item) for item in items]
+
+    kept = [decoder.target.make_cache() for _ in range(2)]
+    wanted = [ask(decoder.stream, kept[0], i) for i in range(3)]
+    assert ask(decoder.stream, kept[1], 0) == wanted[0]
+    with Scheduler(decoder) as scheduler:
+        assert ask(scheduler.submit, kept[1], 1) == wanted[1]
+    assert ask(decoder.stream, kept[1], 2) == wanted[2]
+
+
 def test_read_is_called_where_the_arrays_live(decoder, truth):
     def read(step):
         return step.token, step.logprobs[step.token].item(), step.from_draft

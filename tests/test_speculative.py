@@ -869,6 +869,105 @@ def test_a_stream_may_be_closed_from_another_thread(scripted, qwen, truth):
     gc.collect()
 
 
+def after(work, in_other_thread):
+    """``work()``, here or in another thread."""
+    if not in_other_thread:
+        return work()
+    thread, out = in_thread(work)
+    thread.join()
+    return out[0]
+
+
+def each_step_in_a_thread(steps, count):
+    return [after(lambda: next(steps).token, True) for _ in range(count)]
+
+
+@pytest.mark.parametrize("length", [6, 9, 12])
+@pytest.mark.parametrize("head", [False, True], ids=["copied", "head"])
+def test_a_prompt_cache_may_come_back_in_another_thread(
+    demo_parts, chats, head, length
+):
+    """With what its drafter knows, also where the block is cut."""
+    target, prompt = demo_parts.target, chats[0][0]
+    drafter = demo_parts.drafter if head else NGramDrafter()
+
+    def two_turns(in_other_thread):
+        decoder = SpeculativeDecoder(target, drafter, 4)
+        cache = target.make_cache()
+        tokens_of(decoder.stream(prompt, caches=cache, max_tokens=length))
+        steps = decoder.stream(prompt[:8], caches=cache, max_tokens=12)
+        tokens = after(lambda: tokens_of(steps), in_other_thread)
+        return tokens, steps.telemetry.accepted, steps.telemetry.fallback
+
+    assert two_turns(True) == two_turns(False)
+
+
+def test_a_padded_cache_may_come_back_in_another_thread(llama):
+    decoder = SpeculativeDecoder(as_target(llama), NGramDrafter(), 4)
+
+    def two_turns(in_other_thread):
+        cache = [BatchKVCache([0]) for _ in llama.layers]
+        tokens_of(decoder.stream(PROMPT, caches=cache, max_tokens=6))
+        steps = decoder.stream(PROMPT, caches=cache, max_tokens=12)
+        return after(lambda: tokens_of(steps), in_other_thread)
+
+    assert two_turns(True) == two_turns(False)
+
+
+def test_a_prompt_that_was_fed_is_known_in_another_thread(llama):
+    decoder = SpeculativeDecoder(as_target(llama), NGramDrafter(), 4)
+    cache = decoder.target.make_cache()
+    decoder.feed(PROMPT[:-1], cache)
+    tokens = after(
+        lambda: tokens_of(decoder.stream(PROMPT[-1:], caches=cache, max_tokens=12)),
+        True,
+    )
+    assert tokens == plain_tokens(llama, PROMPT, 12)
+
+
+def test_every_step_may_be_taken_in_another_thread(demo_parts, chats):
+    """Of rounds, of plain decoding with a host side, and around forced tokens."""
+    prompt, plain = chats[0]
+    decoder = SpeculativeDecoder(demo_parts.target, demo_parts.drafter, 4)
+    assert each_step_in_a_thread(decoder.stream(prompt), 24) == plain[:24]
+
+    def as_it_is(tokens, logits):
+        assert tokens.tolist()[: len(prompt)] == list(prompt)
+        return logits
+
+    steps = decoder.stream(prompt, processors=[as_it_is])
+    steps.stream._plain_left = 12
+    assert each_step_in_a_thread(steps, 24) == plain[:24]
+    steps = decoder.stream(prompt, controller=ForcesThree())
+    assert len(each_step_in_a_thread(steps, 24)) == 24
+    assert not steps.telemetry.step_downs
+
+
+class ForcesThree:
+    """Forces the first tokens of the model once more, behind the tenth."""
+
+    def __init__(self):
+        self.count = 0
+
+    def accept(self, token):
+        self.count += 1
+
+    def forced(self):
+        return [1, 2, 3][self.count - 10 :] if 10 <= self.count < 13 else ()
+
+    def horizon(self):
+        return max(10 - self.count, 0) if self.count < 13 else 1 << 62
+
+    def bias(self):
+        return None
+
+    def checkpoint(self):
+        return self.count
+
+    def restore(self, mark):
+        self.count = mark
+
+
 def test_speculative_step_is_the_decoders_stream(llama):
     steps = speculative_step(
         PROMPT, as_target(llama), NGramDrafter(), depth=4, max_tokens=12

@@ -7,6 +7,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models import cache as lm_cache
 
 from .generation import DEFAULT_DEPTH, MTP, find_decoder
@@ -69,6 +70,7 @@ def load_prompt_cache(
         The prompt cache, or ``(cache, metadata)``.
     """
     cache, metadata = lm_cache.load_prompt_cache(fspath(file_name), True)
+    mx.eval([entry.state for entry in cache])  # another thread may go on
     if decoder := _decoder(model, mtp):
         decoder.load_turn(_beside(file_name), cache)
     return (cache, metadata) if return_metadata else cache

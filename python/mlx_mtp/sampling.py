@@ -71,10 +71,10 @@ class SamplingParams:
     def arrays(self, batch: int) -> dict[str, mx.array]:
         """The numeric parameters as arrays of shape ``(batch,)``."""
         return {
-            "temperature": mx.full((batch,), self.temperature, mx.float32),
-            "top_k": mx.full((batch,), self.top_k, mx.int32),
-            "top_p": mx.full((batch,), self.top_p, mx.float32),
-            "min_p": mx.full((batch,), self.min_p, mx.float32),
+            "temperature": mx.array([self.temperature] * batch, mx.float32),
+            "top_k": mx.array([self.top_k] * batch, mx.int32),
+            "top_p": mx.array([self.top_p] * batch, mx.float32),
+            "min_p": mx.array([self.min_p] * batch, mx.float32),
         }
 
 

@@ -177,6 +177,7 @@ class Stream:
         quantisation: Quantisation | None = None,
         memory: Watch | None = None,
     ):
+        mx.eval(prompt, keys)  # another thread may iterate
         self.telemetry = Telemetry()
         self._find_round, self._pace = find_round, pace
         self._round = find_round(max(pace.depth, 1), caches)
@@ -603,12 +604,18 @@ class Stream:
             raise
         del marks  # or the next write would copy what they hold
         self._quantise()
-        mx.eval([a.arrays(c) for a, c in self._parts], self._turn.hidden)
-        if self._turn.draft_state is not None and (
-            self._try_draft(_evaluated, self._turn.draft_state) is None
-        ):
-            self._turn = replace(self._turn, draft_state=None)
+        self._evaluate()
         return out.logits[:, -1:]
+
+    def _evaluate(self) -> None:
+        """What is left lazy belongs to this thread, and the caller may go on in another
+        one."""
+        turn = self._turn
+        mx.eval([a.arrays(c) for a, c in self._parts], turn.tokens, turn.hidden)
+        if turn.draft_state is not None and (
+            self._try_draft(_evaluated, turn.draft_state) is None
+        ):
+            self._turn = replace(turn, draft_state=None)
 
     def _read_rows(self, tokens: mx.array, part: PromptPart | None) -> TargetOutput:
         """A forward of tokens through the caches."""
@@ -688,10 +695,9 @@ class Stream:
                 masks = mx.array(block_masks(self._controller, [], vocab))
             tokens, _, _ = self._round.accept(state, proposal, logits, masks)
             return tokens[:, 0], partial(masked_row, logits, masks, 0)
-        self._merge()
-        history = self._turn.tokens[self._earlier :]
+        history = [self._turn.tokens[self._earlier :], *(t for t, _ in self._loose)]
         decision = self._shaper.decide(
-            history, logits, None, proposal.uniforms, self._free
+            mx.concatenate(history), logits, None, proposal.uniforms, self._free
         )
         if decision.accepted < 0:
             return mx.array([-1]), partial(masked_row, logits, None, 0)
@@ -708,6 +714,7 @@ class Stream:
             else:  # the drafter starts anew
                 self._turn = replace(self._turn, draft_state=None)
             self._turn, self._loose = self._extended(mx.concatenate(tokens), rows), []
+            self._evaluate()
 
     def _quantise(self) -> None:
         """Quantises the caches that have grown to the limit, as ``mlx_lm`` does."""
@@ -799,8 +806,8 @@ class Stream:
             draft_state = self._try_draft(kept, state, block, rows)
             hidden = rows[:, block.cached :][:, :1]
             self._turn = replace(turn, draft_state=draft_state, hidden=hidden)
-        mx.eval([a.arrays(c) for a, c in self._parts])
         self._quantise()
+        self._evaluate()
 
     def _kept(self, state: RoundState, block: _Block, rows: mx.array):
         """The drafter's state behind the tokens of a block that are in the caches."""
@@ -833,6 +840,7 @@ class Stream:
         self._merge()
         if self._unfed:
             self._feed_unfed()
+        self._evaluate()
         known = not self._drafter.needs_hidden or self._turn.draft_state is not None
         if known:
             self._turns[self._caches[0]] = self._turn

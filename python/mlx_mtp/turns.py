@@ -32,6 +32,7 @@ def load_turn(file: str, drafter: Drafter) -> Turn | None:
     if not Path(file).exists():
         return None
     arrays, metadata = mx.load(file, return_metadata=True)
+    mx.eval(arrays)  # another thread may go on
     if metadata.get("drafter") != drafter.name:
         return None
     tokens, state = arrays["tokens"], None

@@ -239,6 +239,9 @@ class BatchAdapter(KVAdapter):
     def clear(self, cache):
         cache.keys, cache.values, cache._idx = None, None, 0
 
+    def arrays(self, cache):
+        return cache.keys, cache.values, cache.offset, cache.left_padding
+
     def release(self, cache, leaves, length, steps):
         cache.keys, cache.values = leaves
         cache._idx = length

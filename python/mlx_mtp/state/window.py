@@ -217,6 +217,9 @@ class BatchRotatingAdapter(RotatingAdapter):
     def clear(self, cache):
         cache.keys, cache.values, cache._idx, cache._offset = None, None, 0, 0
 
+    def arrays(self, cache):
+        return cache.keys, cache.values, cache.offset, cache.left_padding
+
     def mark_step(self, cache):
         return cache._offset
 
