@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import islice
 
 import mlx.core as mx
 import numpy as np
@@ -49,6 +50,65 @@ def test_a_draft_model_that_is_mostly_wrong_is_exact(families):
         assert tokens_of(steps) == plain_tokens(model, PROMPT, 60)
         assert steps.telemetry.fallback is None
         assert steps.telemetry.acceptance_rate < 0.5
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3_text", "nemotron_h", "falcon_h1", "mamba2"]
+)
+@pytest.mark.parametrize("taken", [1, 6, 7, 8, 30])
+def test_a_draft_model_reads_no_token_twice(family, taken):
+    """Over turns that are broken off anywhere, and tokens that are forced."""
+    model = tiny_family(family)
+    target, drafts, read = as_target(model), as_target(model), []
+    prefill = drafts.prefill
+
+    def counted(tokens, caches):
+        read.append(tokens.size)
+        return prefill(tokens, caches)
+
+    drafts.prefill = counted
+    decoder = SpeculativeDecoder(target, DraftModelDrafter(drafts, target), 3)
+    caches, turns = target.make_cache(), [PROMPT, random_prompt(5, 96, 2)]
+    for prompt in turns:
+        steps = decoder.stream(prompt, max_tokens=40, caches=caches)
+        assert len(list(islice(steps, taken))) == taken
+        steps.close()
+        assert steps.telemetry.acceptance_rate in (0.0, 1.0)  # 0: none was read
+        assert steps.telemetry.fallback is None
+    assert sum(read) <= len(PROMPT) + 5 + 2 * taken
+    controller = Forcing()
+    steps = decoder.stream([1, 2], max_tokens=40, caches=caches, controller=controller)
+    tokens = tokens_of(steps)
+    assert [tokens[i] for i in (9, 19, 29, 39)] == [7] * 4
+    assert steps.telemetry.acceptance_rate == 1.0
+    assert sum(read) <= len(PROMPT) + 5 + 2 * taken + 2 + 40
+
+
+class Forcing:
+    """Every tenth token is a certain one."""
+
+    biases = False
+
+    def __init__(self):
+        self.count = 0
+
+    def accept(self, token):
+        self.count += 1
+
+    def forced(self):
+        return (7,) if self.count % 10 == 9 else ()
+
+    def horizon(self):
+        return 9 - self.count % 10
+
+    def bias(self):
+        return None
+
+    def checkpoint(self):
+        return self.count
+
+    def restore(self, mark):
+        self.count = mark
 
 
 @pytest.mark.parametrize("family", ["llama", "nemotron_h"])

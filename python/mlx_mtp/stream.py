@@ -591,6 +591,11 @@ class Stream:
         """Whether the drafter is given the target's hidden rows."""
         return self._drafter.needs_hidden and self._pace.max_depth > 0
 
+    @property
+    def _resumes(self) -> bool:
+        """Whether the drafter goes on from a state that is behind."""
+        return hasattr(self._drafter, "resume")
+
     def _feed(self, tokens: mx.array, part: PromptPart | None = None) -> mx.array:
         """Feeds tokens through the caches in one forward; the last row's logits."""
         self._merge()
@@ -630,7 +635,9 @@ class Stream:
         length = turn.length + tokens.size
         known = mx.concatenate([turn.tokens, tokens])
         if not self._follows:
-            return Turn(length, known, None, None)
+            return Turn(
+                length, known, turn.draft_state if self._resumes else None, None
+            )
         if hidden is None:
             self._step_down("the model gave no hidden rows")
             return Turn(length, known, None, None)
@@ -711,7 +718,7 @@ class Stream:
             rows = hidden[-1]
             if all(row is not None for row in hidden):
                 rows = mx.concatenate(hidden, axis=1)
-            else:  # the drafter starts anew
+            elif self._drafter.needs_hidden:  # the drafter starts anew
                 self._turn = replace(self._turn, draft_state=None)
             self._turn, self._loose = self._extended(mx.concatenate(tokens), rows), []
             self._evaluate()
@@ -748,10 +755,13 @@ class Stream:
             self._step_down("the model gave no hidden rows")
             return None
         mx.eval(logits)
-        if draft_state is None:
+        if draft_state is None or self._resumes:
             self._capacity = max(self._capacity, bucket(turn.length))
-            draft_state = self._try_draft(
-                self._drafter.begin, turn.tokens[None], self._capacity
+            room = turn.tokens[None], self._capacity
+            draft_state = (
+                self._try_draft(self._drafter.begin, *room)
+                if draft_state is None
+                else self._try_draft(self._drafter.resume, draft_state, *room)
             )
             if draft_state is None:
                 return None
@@ -792,7 +802,10 @@ class Stream:
         unfed = block.unfed
         taken = mx.array(self._taken[: len(self._taken) - len(unfed)], mx.int32)
         tokens = mx.concatenate([self._tokens, taken])
-        turn = Turn(block.length + steps, tokens, None, None)
+        drafts = None
+        if self._resumes and "draft" in state:
+            drafts = self._try_draft(self._drafter.trim, state["draft"], tokens.size)
+        turn = Turn(block.length + steps, tokens, drafts, None)
         self._keys = state.get("keys", self._keys)
         self._turn, self._unfed, self._taken = turn, unfed, []
         self._state = self._replayable = self._rows = self._block = None

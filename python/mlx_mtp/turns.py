@@ -20,7 +20,7 @@ def save_turn(file: str, turn: Turn | None, drafter: Drafter) -> None:
     arrays = {"tokens": turn.tokens}
     if turn.hidden is not None:
         arrays["hidden"] = turn.hidden
-    if turn.draft_state is not None:
+    if turn.draft_state is not None and drafter.needs_hidden:
         leaves = tree_flatten(turn.draft_state)
         arrays |= {f"state.{i}": x for i, (_, x) in enumerate(leaves)}
     metadata = {"drafter": drafter.name, "length": str(turn.length)}

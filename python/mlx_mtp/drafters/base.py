@@ -88,6 +88,11 @@ class Drafter(Protocol):
         rewind (optional): ``rewind(state, count)`` is the state without its newest
             ``count`` tokens, or None. Without it a stream that its caller closes in
             the middle starts the drafter anew at the next turn.
+        resume (optional): ``resume(state, tokens (1, N), capacity)`` is what ``begin``
+            gives for these tokens, from the state behind the first of them. For
+            drafters that read tokens alone, where that is dear.
+        trim (with ``resume``): ``trim(state, length)`` is the state behind at most the
+            first ``length`` tokens, or None.
         reads_images (optional): Whether ``prefill`` takes one argument more for a
             prompt with images, what ``PromptPart.pairs`` gives.
     """

@@ -63,8 +63,25 @@ class DraftModelDrafter:
         return depth
 
     def begin(self, prompt, capacity):
-        caches = self.model.make_cache()
-        for start in range(0, prompt.shape[1], CHUNK):
+        return self._read(prompt, self.model.make_cache(), 0, capacity)
+
+    def trim(self, state, length: int):
+        leaves, offset, steps = state
+        surplus = max(offset.item() - length, 0)
+        if surplus > steps.item():  # further back than its last forward
+            return None
+        return leaves, offset - surplus, steps - surplus
+
+    def resume(self, state, tokens, capacity):
+        leaves, offset, steps = state
+        caches, seen = self.model.make_cache(), offset.item()
+        for adapter, cache, x in zip(self._adapters, caches, leaves, strict=True):
+            adapter.release(cache, x, seen, steps)
+        return self._read(tokens, caches, seen, capacity)
+
+    def _read(self, prompt, caches, seen: int, capacity: int):
+        """The state behind a prompt whose first tokens are in ``caches``."""
+        for start in range(seen, prompt.shape[1], CHUNK):
             chunk = self._known(prompt[:, start : start + CHUNK])
             self.model.prefill(chunk, caches)
             mx.eval([a.arrays(c) for a, c in zip(self._adapters, caches, strict=True)])
