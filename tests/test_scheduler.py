@@ -292,20 +292,40 @@ PROGRAM = """
 from mlx_mtp import NGramDrafter, Scheduler, SpeculativeDecoder, as_target
 from tiny import tiny_llama
 decoder = SpeculativeDecoder(as_target(tiny_llama()), NGramDrafter(), 2)
-with Scheduler(decoder) as scheduler:
-    print(len(list(scheduler.submit([1, 2, 3], max_tokens=20))))
 """
+ENDS = {
+    "closed": """
+with Scheduler(decoder) as scheduler:
+    list(scheduler.submit([1, 2, 3], max_tokens=20))
+""",
+    "running": """
+scheduler = Scheduler(decoder)
+next(scheduler.submit([1, 2, 3], max_tokens=20000))
+""",
+    "failed": """
+def turn(batch):
+    batch.add([1, 2, 3])
+    next(batch)
+    raise MemoryError
+scheduler = Scheduler(decoder)
+scheduler._turn = turn
+try:
+    next(scheduler.submit([1, 2, 3], max_tokens=20))
+except MemoryError:
+    pass
+""",
+}
 
 
-def test_a_program_with_a_scheduler_ends_well():
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            capture_output=True,
-            text=True,
-            cwd=Path(__file__).parent,
-        )
-        assert (done.returncode, done.stdout) == (0, "20\n"), done.stderr
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_with_a_scheduler_ends_well(end):
+    done = subprocess.run(
+        [sys.executable, "-c", f"{PROGRAM}{ENDS[end]}print('end')"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
 def test_close_gives_the_callers_caches_back(decoder, truth):

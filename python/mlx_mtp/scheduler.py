@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections import deque
@@ -10,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
+from weakref import WeakSet
 
 import mlx.core as mx
 
@@ -124,13 +126,23 @@ class _Budget:
         return True
 
 
+_STARTED: WeakSet[Scheduler] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that is inside MLX when the interpreter goes would abort the program."""
+    for scheduler in list(_STARTED):
+        scheduler.close()
+
+
 class Scheduler:
     """A bounded queue in front of a ``BatchIterator``, for embedders and servers.
 
     Its own thread makes the batch and is the only one that touches it; everything
     public may be called from any thread. Requests of different clients are admitted in
     turns, those of one client in order. What nobody has read yet is kept, at most
-    ``max_tokens`` of each request.
+    ``max_tokens`` of each request. The end of the program closes it.
 
     Args:
         decoder (SpeculativeDecoder): Decodes; nobody else should use it meanwhile.
@@ -178,6 +190,7 @@ class Scheduler:
         self._busy = 0.0
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mlx-mtp", daemon=True)
+        _STARTED.add(self)
         self._thread.start()
         self._started.wait()
         if self._failure is not None:
