@@ -283,6 +283,19 @@ def test_an_adaptive_batch_measures_its_slots(llama):
 # Ends
 
 
+def test_a_row_has_the_weights_of_the_time_when_it_is_added():
+    model, other = tiny_llama(), tiny_llama(seed=7)
+    batch = BatchIterator(SpeculativeDecoder(as_target(model), NGramDrafter(), DEPTH))
+    for _ in range(3):  # of four slots, so the late one changes no shape
+        batch.add(PROMPT, max_tokens=60)
+    for _ in range(4):
+        next(batch)
+    model.update(other.parameters())
+    late = batch.add(PROMPT, max_tokens=20)
+    steps, _ = read(batch)
+    assert [step.token for step in steps[late]] == plain_tokens(other, PROMPT, 20)
+
+
 def test_nothing_is_left_of_requests_that_ended(pools):
     """The second time that the same schedules run, when all is traced."""
     pool, held = pools["hybrid, mixed"], []

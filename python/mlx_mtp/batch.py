@@ -355,6 +355,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
                 )
         options.setdefault("prefill_step_size", self.prefill_step_size)
         found = self.decoder.stream(prompt, _make=partial(self._make, depth), **options)
+        self._checked.clear()  # with a stream the decoder notices new weights
         id_ = self._next_id
         self._next_id += 1
         self._requests[id_] = _Request(id_, found.stream, found.steps)
@@ -583,7 +584,6 @@ class BatchIterator(Iterator[list[BatchOutput]]):
             self._slots, self._state, self._pending = [], None, None
             self._replayable = self._rows = None
             self.capacity = 0
-            self._checked.clear()
             return
         size = len(self._slots)
         while size >= 4 * used:
