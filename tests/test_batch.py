@@ -2,6 +2,7 @@
 
 import gc
 import random
+from collections import Counter
 from itertools import pairwise
 
 import mlx.core as mx
@@ -247,6 +248,22 @@ def test_a_shallow_round_leaves_no_room_for_a_deep_one(llama):
             widths.append(batch._pending.round.width)
             assert batch._state["tokens"].shape[1] == widths[-1]
     assert set(widths) == {1, 2, 3, 4, 5}
+
+
+def test_a_row_counts_rounds_by_their_own_depth(qwen_head):
+    target, head = qwen_head.target, qwen_head.drafter
+    batch = BatchIterator(SpeculativeDecoder(target, head, 4))
+    batch._pace, batch._adaptive = Changing(), True
+    telemetry = batch.telemetry(batch.add(prompt(0, 128), max_tokens=40))
+    depths = Counter()
+    while len(batch):
+        pending, rounds = batch._pending, batch.rounds
+        next(batch)
+        if batch.rounds > rounds:
+            depths[pending.round.depth] += 1
+    assert set(depths) == {0, 1, 2, 3, 4} and telemetry.depths == depths
+    calls = sum(n * head.forwards(depth) for depth, n in depths.items())
+    assert telemetry.draft_calls == calls
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen, window_model])

@@ -43,6 +43,7 @@ class Share(NamedTuple):
     rows: mx.array  # (S, T, V), of the whole batch
     slot: int
     given: int
+    depth: int
 
     @property
     def logits(self) -> mx.array:
@@ -58,6 +59,7 @@ class Row(Stream):
     def __init__(self, batch: BatchIterator, depth: int, find_round, *args, **options):
         super().__init__(find_round, FixedDepth(batch.width - 1), *args, **options)
         self.batch, self.depth = batch, depth
+        self._depth_read = depth  # of the newest round that was read
         self.slot: int | None = None
         self._submitted: object = None  # the block in front of the newest round
         self.prompts: tuple[JointPrompts, int] | None = None  # read with others'
@@ -104,9 +106,10 @@ class Row(Stream):
     def _read(self, pending):
         if not isinstance(pending, Share):
             return super()._read(pending)
+        self._depth_read = min(self.depth, pending.depth)
         self.telemetry.target_calls += 1
-        self.telemetry.draft_calls += self._drafter.forwards(self.round_depth)
-        accepted, drafted, tokens, row, *_, given = pending
+        self.telemetry.draft_calls += self._drafter.forwards(self._depth_read)
+        accepted, drafted, tokens, row, _, _, given, _ = pending
         return self._note(1, given, accepted, drafted, tokens, row)
 
     def _pause(self):
@@ -149,7 +152,7 @@ class Row(Stream):
 
     @property
     def round_depth(self) -> int:
-        return min(self.depth, self.batch.depth)
+        return self._depth_read
 
     @property
     def way(self) -> tuple:
@@ -203,7 +206,8 @@ class BatchOutput:
 
     Args:
         id (int): As ``BatchIterator.add`` gave it.
-        steps (list[Step]): Its new tokens, in order; there may be none.
+        steps (list[Step]): Its new tokens, in order; there may be none. A step keeps
+            the logits of its round, of all rows, until it is dropped.
         finish (str, optional): Why it ended: ``"stop"``, ``"length"`` or ``"error"``.
         error (Exception, optional): That of ``"error"``.
     """
@@ -731,8 +735,8 @@ class BatchIterator(Iterator[list[BatchOutput]]):
             row = partial(_row, pending.logits, masks, slot)
             if slot in decided:
                 row = partial(decided_row, decided[slot].logits)
-            given = pending.given.get(slot, 0)
-            share = Share(accepted, drafted, tokens, row, pending.logits, slot, given)
+            place = pending.logits, slot, pending.given.get(slot, 0)
+            share = Share(accepted, drafted, tokens, row, *place, pending.round.depth)
             shares.append((request, share))
         return shares
 
