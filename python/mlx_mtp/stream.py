@@ -453,6 +453,11 @@ class Stream:
         return self._always or self._free < self._round.width
 
     @property
+    def _host_has_part(self) -> bool:
+        """Whether it decides, or makes masks for the next block."""
+        return self._masked or self._host_decides
+
+    @property
     def _always(self) -> bool:
         """Whether it needs the host's processors or sampler."""
         return self._shaper is not None and self._shaper.always
@@ -778,7 +783,8 @@ class Stream:
         self._masked = self._masks
         if self._masked and not self._always:
             state["given"] = self._place([])
-        pending = self._settle(_Pending(state, logits, proposal=proposal, fed=0))
+        pending = _Pending(state, logits, proposal=proposal, fed=0)
+        pending = self._settle(pending, self._host_has_part)
         self._length, self._tokens, self._taken = turn.length, turn.tokens, []
         self._turn, self._block, self._state = None, None, pending.state
         for adapter, cache in self._parts:
@@ -867,13 +873,14 @@ class Stream:
         down.
         """
         with self.telemetry.phase("build"):
+            host = self._host_has_part  # an error of a controller is no step down
             try:
                 known = self._length + (self._round.width if unread else 0)
                 self._state, self._attended = self._fit(known + self._round.width)
                 if "given" in self._state:
                     self._state = {**self._state, "given": self._place(given)}
-                pending = self._build_traced() if self._traced else None
-                pending = pending or (None if unread else self._build_eager())
+                pending = self._build_traced(host) if self._traced else None
+                pending = pending or (None if unread else self._build_eager(host))
                 if pending is not None:
                     pending.given = len(given)
                 return pending
@@ -886,10 +893,10 @@ class Stream:
         spare = self._round.depth - len(given)
         return mx.array([[*given, *[-1] * spare]], mx.int32)
 
-    def _build_traced(self) -> _Pending | None:
+    def _build_traced(self, host: bool) -> _Pending | None:
         """The compiled round, None if the model cannot be traced."""
         try:
-            if not (self._masked or self._host_decides):
+            if not host:
                 state, result = self._round(self._state, self._attended)
                 return _Pending(state, result.logits, result.counts)
             proposal, state, logits = self._round.halves(self._state, self._attended)
@@ -903,15 +910,15 @@ class Stream:
             self.telemetry.fallback = f"eager round: {error}"
             return None
 
-    def _build_eager(self) -> _Pending:
+    def _build_eager(self, host: bool) -> _Pending:
         proposal, state, logits = self._round.halves(
             self._state, self._attended, self._length
         )
-        return self._settle(_Pending(state, logits, proposal=proposal))
+        return self._settle(_Pending(state, logits, proposal=proposal), host)
 
-    def _settle(self, pending: _Pending) -> _Pending:
+    def _settle(self, pending: _Pending, host: bool) -> _Pending:
         """Accepts and commits on the device, unless the host has to do with it."""
-        if self._masked or self._host_decides:
+        if host:
             return pending
         tokens, accepted, _ = self._round.accept(
             pending.state, pending.proposal, pending.logits
