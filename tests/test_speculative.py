@@ -8,6 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from batches import Forces
 from families import tiny_family
 from gemma import assistant_config
 from mlx.utils import tree_map
@@ -938,34 +939,9 @@ def test_every_step_may_be_taken_in_another_thread(demo_parts, chats):
     steps = decoder.stream(prompt, processors=[as_it_is])
     steps.stream._plain_left = 12
     assert each_step_in_a_thread(steps, 24) == plain[:24]
-    steps = decoder.stream(prompt, controller=ForcesThree())
+    steps = decoder.stream(prompt, controller=Forces())
     assert len(each_step_in_a_thread(steps, 24)) == 24
     assert not steps.telemetry.step_downs
-
-
-class ForcesThree:
-    """Forces the first tokens of the model once more, behind the tenth."""
-
-    def __init__(self):
-        self.count = 0
-
-    def accept(self, token):
-        self.count += 1
-
-    def forced(self):
-        return [1, 2, 3][self.count - 10 :] if 10 <= self.count < 13 else ()
-
-    def horizon(self):
-        return max(10 - self.count, 0) if self.count < 13 else 1 << 62
-
-    def bias(self):
-        return None
-
-    def checkpoint(self):
-        return self.count
-
-    def restore(self, mark):
-        self.count = mark
 
 
 def test_speculative_step_is_the_decoders_stream(llama):

@@ -3,17 +3,21 @@
 import json
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from batches import Forces
 from mlx_lm.models.cache import KVCache
 from reasoning_support import qwen3_5_vocabulary, qwen3_vocabulary
-from tiny import ScriptedDrafter
+from tiny import ScriptedDrafter, tiny_qwen
 
 import mlx_mtp
 from mlx_mtp import NGramDrafter, make_sampler
+from mlx_mtp.batch import BatchIterator
 from mlx_mtp.cli import main
 from mlx_mtp.reasoning import (
     CannotDisableReasoning,
     InsufficientTokens,
+    InvalidTokenId,
     LoopGuard,
     ReasoningConfig,
     SoftClose,
@@ -298,6 +302,50 @@ def test_a_transition_of_24_tokens_costs_one_forward():
     assert telemetry.rounds == 3
     assert target.fed[-1] == 1 + 24  # with the token that no round had fed
     assert telemetry.target_calls == 3 + 1
+
+
+class ForcesNone(Forces):
+    """Forces a token that the model does not have, by itself or in a block."""
+
+    def __init__(self, masks):
+        super().__init__()
+        self.masks = masks
+
+    def forced(self):
+        return [9999][: len(super().forced())]
+
+    def mask(self):
+        return np.full(128, 0xFFFFFFFF, np.uint32)
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_forced_token_that_the_model_does_not_have_is_an_error(
+    demo_parts, prompt, masks
+):
+    decoder = SpeculativeDecoder(demo_parts.target, NGramDrafter(), 3)
+    cache, tokens = demo_parts.target.make_cache(), []
+    with pytest.raises(ValueError, match="forced token 9999"):
+        for step in decoder.stream(prompt, controller=ForcesNone(masks), caches=cache):
+            tokens.append(step.token)
+    assert len(tokens) <= 5 and cache[3].offset == len(prompt) + len(tokens)
+    batch = BatchIterator(decoder)
+    batch.add(prompt, controller=ForcesNone(masks))
+    ends = [out.error for outputs in batch for out in outputs if out.finish]
+    assert "forced token 9999" in str(*ends)
+    adapter = ControllerProcessor(ForcesNone(masks))
+    adapter(mx.array(prompt), mx.zeros((1, 10)))
+    with pytest.raises(ValueError, match="forced token 9999"):
+        adapter(mx.array(prompt + [1] * 5), mx.zeros((1, 10)))
+
+
+@pytest.mark.parametrize("mtp", [None, NGramDrafter()])
+def test_a_budget_is_checked_against_the_model(demo, mtp):
+    model = tiny_qwen()  # with fewer tokens than the tokenizer
+    with pytest.raises(InvalidTokenId, match="128"):
+        run((model, demo[1]), [1, 2, 3], 4, mtp=mtp)
+    session = mlx_mtp.Session(model, demo[1], mtp=mtp)
+    with pytest.raises(InvalidTokenId, match="128"):
+        session.respond("Hi", thinking_budget=4)
 
 
 # mlx_lm's loop

@@ -167,7 +167,7 @@ class Row(Stream):
     @property
     def given(self) -> list[int]:
         """Those of the next round, if it is as deep as the row may have it."""
-        return list(self._controller.forced()[: self.depth]) if self.placed else []
+        return self._forced(self.depth) if self.placed else []
 
     @property
     def host_decides(self) -> bool:

@@ -38,7 +38,7 @@ from .speculative import (
 from .state import UnsupportedCache, cached_tokens
 from .stops import StopStrings
 from .stream import Stream, refuse_taken
-from .targets import VisionPrompt, as_target, reads_images
+from .targets import VisionPrompt, as_target, reads_images, vocab_size
 from .telemetry import Telemetry
 from .thinking import (
     ControllerProcessor,
@@ -497,7 +497,14 @@ def _controller(
     config, prompt = reasoning_config(model, tokenizer), prompt.tolist()
     if budget is not None and not isinstance(budget, ThinkingBudget):
         limit = None if max_tokens == -1 else max_tokens
-        budget = make_budget(config, tokenizer, prompt, budget, max_tokens=limit)
+        budget = make_budget(
+            config,
+            tokenizer,
+            prompt,
+            budget,
+            max_tokens=limit,
+            vocab_size=vocab_size(model),
+        )
     if grammar is None:
         return budget
     if not isinstance(grammar, Grammar):

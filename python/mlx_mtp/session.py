@@ -41,6 +41,7 @@ from .reasoning import (
 )
 from .reasoning.tools import Types, infer_protocol
 from .sampling import check_seed
+from .targets import vocab_size
 from .telemetry import Telemetry
 from .thinking import MissingCapability, make_budget, template_kwargs
 
@@ -390,6 +391,7 @@ class Session:
             vocabulary=self._vocabulary,
             max_tokens=None if turn.limit == -1 else turn.limit - len(turn.written),
             answer_reserve=1 if reserve is None else reserve,
+            vocab_size=vocab_size(self._model),
         )
 
     def _plan_constraint(self, turn: _Turn, constraint: Grammar) -> None:

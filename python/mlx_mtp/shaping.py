@@ -75,6 +75,16 @@ class _Steering:
         return steer(self.controller, logits)
 
 
+def check_forced(token: int, vocab_size: int) -> int:
+    """A forced token, which the model must have."""
+    if not 0 <= token < vocab_size:
+        raise ValueError(
+            f"The controller forced token {token}, outside of the vocabulary of "
+            f"{vocab_size}."
+        )
+    return int(token)
+
+
 def steer(controller: Controller, logits: mx.array) -> mx.array:
     """``logits`` ``(1, V)`` of the next token with the controller's bias and mask."""
     logits = add_bias(controller.bias(), logits)

@@ -18,7 +18,14 @@ from .drafters import Drafts
 from .drafters.base import DrafterState
 from .memory import Watch
 from .round import Proposal, Round, RoundState, StepDown, drafting
-from .shaping import Controller, Decision, RowShaper, apply_mask, block_masks
+from .shaping import (
+    Controller,
+    Decision,
+    RowShaper,
+    apply_mask,
+    block_masks,
+    check_forced,
+)
 from .state import cached_tokens, newest
 from .targets import TargetOutput
 from .targets.vision_prompt import PromptPart, VisionPrompt
@@ -388,7 +395,7 @@ class Stream:
         """Emits what the controller forces. It is fed afterwards, all at once."""
         vocab, due = self._target.vocab_size, self._due
         while due:
-            token = int(due[0])
+            token = check_forced(due[0], vocab)
             self._controller.accept(token)
             self._unfed.append(token)
             yield self._take(token, False, partial(_certain, token, vocab), True)
@@ -414,7 +421,12 @@ class Stream:
         """The forced tokens that stand in the next block."""
         if "given" not in self._state:
             return []
-        return list(self._controller.forced()[: self._round.depth])
+        return self._forced(self._round.depth)
+
+    def _forced(self, most: int) -> list[int]:
+        """The next forced tokens, no more than ``most``."""
+        vocab = self._target.vocab_size
+        return [check_forced(x, vocab) for x in self._controller.forced()[:most]]
 
     def _take(
         self, token: int, from_draft: bool, row: Callable, forced: bool = False

@@ -17,7 +17,7 @@ from .reasoning import (
     Vocabulary,
     resolve,
 )
-from .shaping import Controller, steer
+from .shaping import Controller, check_forced, steer
 
 
 class MissingCapability(ReasoningError):
@@ -206,7 +206,8 @@ class ControllerProcessor:
             controller.accept(token)
         self._seen = tokens.size
         if forced := controller.forced():
+            token = check_forced(forced[0], logits.shape[-1])
             self.forced.add(self._seen - self._start)
-            allowed = mx.arange(logits.shape[-1]) == forced[0]
+            allowed = mx.arange(logits.shape[-1]) == token
             return mx.where(allowed, 0.0, -mx.inf)[None].astype(logits.dtype)
         return steer(controller, logits)

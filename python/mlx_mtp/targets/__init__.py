@@ -121,6 +121,11 @@ def takes_heads(model) -> bool:
     return HEADS.find(config, kind) is not None or HEADS.find(config) is not None
 
 
+def vocab_size(model) -> int | None:
+    """How many logits a model gives, None if its config does not say."""
+    return _config(model).get("vocab_size")
+
+
 def _config(model) -> dict[str, Any]:
     """The text part of a model's config, with the model type it was loaded by."""
     args = getattr(model, "args", None) or getattr(model, "config", None) or {}
@@ -161,4 +166,5 @@ __all__ = [
     "reads_images",
     "register_family",
     "takes_heads",
+    "vocab_size",
 ]
