@@ -509,14 +509,14 @@ class BatchIterator(Iterator[list[BatchOutput]]):
     def _end(self, request: _Request, finish: str, error=None) -> None:
         out = self._output(request)
         out.finish, out.error = finish, error
-        if isinstance(request.stream, Row):
-            self._pace.end(request.stream.telemetry.emitted - 1)
         del self._requests[request.id]
         try:
             self._leave(request)
         except Exception as failure:
             out.finish, out.error = "error", error or failure
             self._leave(request)  # a passing failure must not keep the caches
+        if isinstance(request.stream, Row):
+            self._pace.end(request.stream.telemetry.emitted - 1)
 
     def _leave(self, request: _Request) -> None:
         """Closes the stream, which takes its state back, and frees its slot."""

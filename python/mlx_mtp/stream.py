@@ -260,13 +260,13 @@ class Stream:
                 if self._state is not None:
                     self._pause()
         finally:
-            self._pace.end(self.telemetry.emitted - 1)
             try:
                 with self.telemetry.phase("close"):
                     self._close()
             except BaseException:
                 self._close()  # a passing failure must not keep the caches
                 raise
+            self._pace.end(self.telemetry.emitted - 1)
 
     def _rounds(self, pending: _Pending) -> Generator[Step, None, mx.array | None]:
         """Emits rounds until the stream ends, its controller forces tokens, another
