@@ -700,6 +700,23 @@ def test_a_long_row_joins_short_ones(plain):
     assert expected[-len(steps[second]) :] == [s.token for s in steps[second]]
 
 
+def test_slots_grow_no_further_than_their_rows_need(llama, monkeypatch):
+    monkeypatch.setattr("mlx_mtp.stream.MAX_RESERVED", 16)
+    batch = BatchIterator(SpeculativeDecoder(as_target(llama), NGramDrafter(), DEPTH))
+    expected = plain_tokens(llama, PROMPT, 300)
+    found, capacities = [], set()
+    batch.add(PROMPT, max_tokens=300)
+    for outputs in batch:
+        capacities.add(batch.capacity)
+        found += [step.token for out in outputs for step in out.steps]
+    assert found == expected and capacities == {0, 256, 384}
+    batch.add(PROMPT, max_tokens=-1)
+    while batch.capacity <= 256:
+        next(batch)
+    assert batch.capacity == 768
+    batch.close()
+
+
 @pytest.mark.parametrize("processors", [[], [row_by_row]])
 def test_a_row_that_is_removed_keeps_its_heads_state(qwen_head, processors):
     """Whatever it had taken of a block, with the next round in flight."""

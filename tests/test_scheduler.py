@@ -1,5 +1,6 @@
 """Requests from many threads: none lost, none mixed up."""
 
+import gc
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import pytest
 from batch_soak import soak
 from batches import prompt
 from test_batch import Breaks
+from tiny import random_prompt
 
 from mlx_mtp.batch import BatchIterator
 from mlx_mtp.drafters import NGramDrafter
@@ -222,7 +224,7 @@ def test_the_memory_policy_is_asked_before_a_row_is_admitted(decoder, truth):
         assert [list(handle) for handle in handles] == truth[:4]
         with pytest.raises(MemoryError, match="never"):
             list(failing)
-        with pytest.raises(RequestRefused, match="prompt of 2 tokens"):
+        with pytest.raises(RequestRefused, match="context of 2 tokens"):
             list(large)
         assert scheduler.metrics()["batch_width"] <= 2
     assert (len(prompt(0, 128)), 30, 0) == asked[0]
@@ -246,9 +248,46 @@ def test_a_memory_policy_lets_requests_wait_until_they_fit(decoder, truth, monke
         assert [list(handle) for handle in handles] == truth[:6]
         with pytest.raises(RequestRefused, match="max_tokens 900"):
             list(large)
-    assert asked - {(2, False)} == {(1, True), (2, True), (3, False), (1, False)}
+    assert asked - {(2, False)} == {(1, True), (2, True), (4, False), (1, False)}
     with Scheduler(decoder, admit=MemoryPolicy(0, "allow")) as scheduler:
         assert list(scheduler.submit(prompt(0, 128), max_tokens=30)) == truth[0]
+
+
+def test_rows_that_grow_stay_in_the_budget(decoder, monkeypatch):
+    for module in ("scheduler", "stream"):  # what a row reserves at its start
+        monkeypatch.setattr(f"mlx_mtp.{module}.MAX_RESERVED", 16)
+    caches = decoder.target.make_cache()
+    decoder.feed(random_prompt(100, 128, 9), caches)
+    footprint = Footprint(decoder.target, decoder.drafter)
+    row = footprint.plan(512, 2).total - footprint.weights
+    del footprint
+    gc.collect()
+    budget = mx.get_active_memory() + 7 * row
+    mx.reset_peak_memory()
+    with Scheduler(decoder, admit=MemoryPolicy(budget)) as scheduler:
+        options = [{"caches": caches}, *[{}] * 5]
+        handles = [
+            scheduler.submit(random_prompt(20, 128, i), max_tokens=300, **more)
+            for i, more in enumerate(options)
+        ]
+        assert [len(list(handle)) for handle in handles] == [300] * 6
+        assert 2 < scheduler.metrics()["batch_width"] <= 4  # of eight slots if more
+    assert caches[0].offset == 420 and mx.get_peak_memory() < budget
+
+
+def test_tokens_in_a_cache_are_told_to_the_policy(decoder):
+    caches, asked = decoder.target.make_cache(), []
+    decoder.feed([1, 2, 3], caches)
+
+    def admit(*args):
+        asked.append(args)
+        return False
+
+    with Scheduler(decoder, admit=admit) as scheduler:
+        handle = scheduler.submit([4, 5], max_tokens=7, caches=caches)
+        with pytest.raises(RequestRefused, match="context of 5 tokens"):
+            list(handle)
+    assert asked == [(5, 7, 0)]
 
 
 def test_close_cancels_or_drains(decoder, truth):

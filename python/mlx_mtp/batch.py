@@ -155,6 +155,12 @@ class Row(Stream):
         return self._depth_read
 
     @property
+    def most(self) -> float:
+        """Tokens that its slot ever needs room for."""
+        left = self._max_tokens - self.telemetry.emitted
+        return self._length + left + 2 * self.batch.width
+
+    @property
     def way(self) -> tuple:
         """How its tokens are drawn: arguments of a round."""
         return self._round.way
@@ -327,6 +333,11 @@ class BatchIterator(Iterator[list[BatchOutput]]):
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    @property
+    def slots(self) -> int:
+        """How many there are, in use or not."""
+        return len(self._slots)
 
     @property
     def depth(self) -> int:
@@ -632,7 +643,8 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         length = max(row.length for row in rows.values())
         attended = bucket(length + self.width * (1 + unread))
         if attended > self.capacity:
-            self._reserve(bucket(2 * attended))
+            most = max(row.most for row in rows.values())
+            self._reserve(bucket(min(2 * attended, most)))
         if self._adaptive:
             self._pace.set_slots(len(self._slots))
         depth = min(self.depth, max(row.depth for row in rows.values()))

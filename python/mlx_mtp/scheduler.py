@@ -17,7 +17,8 @@ import mlx.core as mx
 
 from .batch import BatchIterator, BatchOutput
 from .memory import Footprint, MemoryPolicy, rows_fit
-from .speculative import MAX_ADAPTIVE, SpeculativeDecoder
+from .speculative import SpeculativeDecoder
+from .state import cached_tokens
 from .stream import MAX_RESERVED, Step, bucket
 
 Admit = Callable[[int, int, int], bool]
@@ -104,23 +105,22 @@ def _token(step: Step) -> int:
 
 
 class _Budget:
-    """``admit`` by a memory policy. All rows get the slots of the longest one."""
+    """``admit`` by a memory policy: the batch as it is once every row is at its limit.
 
-    def __init__(self, policy: MemoryPolicy, decoder: SpeculativeDecoder):
-        self.policy, self.decoder = policy, decoder
-        self.footprint: Footprint | None = None
+    All slots have the room of the longest row.
+    """
+
+    def __init__(self, policy: MemoryPolicy, batch: BatchIterator):
+        self.policy, self.batch = policy, batch
+        self.footprint = Footprint(batch.decoder.target, batch.decoder.drafter)
         self.capacity = 0
 
     def __call__(self, prompt: int, max_tokens: int, rows: int) -> bool:
-        decoder, depth = self.decoder, self.decoder.depth
-        if self.footprint is None:  # in the thread that decodes
-            self.footprint = Footprint(decoder.target, decoder.drafter)
-        if depth == "adaptive":
-            depth = min(MAX_ADAPTIVE, decoder.drafter.max_depth)
-        reserved = MAX_RESERVED if max_tokens < 0 else min(max_tokens, MAX_RESERVED)
-        own = bucket(prompt + reserved + 2 * (depth + 1))
-        capacity = max(own, self.capacity if rows else 0)
-        if not rows_fit(self.policy, self.footprint, capacity, depth, rows + 1):
+        width = self.batch.width
+        own = prompt + (MAX_RESERVED if max_tokens < 0 else max_tokens) + 2 * width
+        capacity = max(bucket(own), self.batch.capacity, self.capacity if rows else 0)
+        slots = max(self.batch.slots, 1 << rows.bit_length())  # a power of two
+        if not rows_fit(self.policy, self.footprint, capacity, width - 1, slots):
             return False
         self.capacity = capacity
         return True
@@ -149,9 +149,10 @@ class Scheduler:
         max_rows (int): Requests that run at a time.
         max_waiting (int): Requests that wait at a time.
         admit (callable or MemoryPolicy, optional): ``admit(prompt_tokens, max_tokens,
-            rows)`` says whether one more fits beside ``rows`` others. False makes it
-            wait, an error ends it. A ``MemoryPolicy`` lets requests wait until they
-            fit, whatever its action, unless that is ``"allow"``.
+            rows)`` says whether one more fits beside ``rows`` others; cached tokens
+            count as prompt. False makes it wait, an error ends it. A ``MemoryPolicy``
+            lets requests wait until they fit with their ``max_tokens``, whatever its
+            action, unless that is ``"allow"``.
         prefill_step_size (int): As in ``BatchIterator``.
 
     Example:
@@ -172,8 +173,6 @@ class Scheduler:
         if max_waiting < 1:
             raise ValueError(f"max_waiting must be positive but is {max_waiting}.")
         self.max_rows, self.max_waiting = max_rows, max_waiting
-        if isinstance(admit, MemoryPolicy):
-            admit = _Budget(admit, decoder)
         self._admit = admit or (lambda prompt, tokens, rows: True)
         self._make = lambda: BatchIterator(
             decoder, max_rows=max_rows, prefill_step_size=prefill_step_size
@@ -320,6 +319,8 @@ class Scheduler:
 
     def _loop(self) -> None:
         batch = self._make()
+        if isinstance(self._admit, MemoryPolicy):
+            self._admit = _Budget(self._admit, batch)
         self._started.set()
         try:
             while self._wait():
@@ -381,12 +382,14 @@ class Scheduler:
 
     def _fits(self, handle: Handle) -> bool:
         rows = len(self._running)
-        size, limit = len(handle.prompt), handle.options.get("max_tokens", 256)
+        limit = handle.options.get("max_tokens", 256)
+        cached = cached_tokens(handle.options.get("caches") or ()) or 0
+        size = cached + len(handle.prompt)
         if self._admit(size, limit, rows):
             return True
         if not rows:
             raise RequestRefused(
-                f"The memory policy refuses a prompt of {size} tokens with max_tokens "
+                f"The memory policy refuses a context of {size} tokens with max_tokens "
                 f"{limit} though nothing else runs."
             )
         return False
