@@ -16,6 +16,7 @@ from tiny import (
     start_row,
 )
 
+from mlx_mtp.batch import BatchIterator
 from mlx_mtp.drafters import DraftContext, HeadConfig, MTPHeadDrafter, NGramDrafter
 from mlx_mtp.round import Round
 from mlx_mtp.speculative import SpeculativeDecoder
@@ -244,6 +245,46 @@ def test_a_broken_off_stream_leaves_the_heads_state_in_step(
             assert bool(steps.telemetry.step_downs) == bool(fails or lost)
         turn = decoder._turns[cache[0]]
         check_at_rest(qwen_head, turn, turn.draft_state, prompt, truth)
+
+
+class Flagging:
+    """A target whose rounds behind ``length`` cached tokens give NaN."""
+
+    def __init__(self, target, length):
+        self.target, self.length = target, length
+
+    def __getattr__(self, name):
+        return getattr(self.target, name)
+
+    def forward(self, tokens, views):
+        out = self.target.forward(tokens, views)
+        bad = mx.array(views[3].offset).reshape(-1, 1, 1) >= self.length
+        return out._replace(logits=mx.where(bad, mx.nan, out.logits))
+
+
+@pytest.mark.parametrize("in_batch", [False, True])
+@pytest.mark.parametrize("length", [11, 12, 13])
+def test_a_stream_closed_in_front_of_unusable_logits_keeps_the_heads_state(
+    qwen_head, in_batch, length
+):
+    """Though the round that gave them, and read the block, is in flight."""
+    target, prompt = qwen_head.target, random_prompt(8, 128, 3)
+    truth = plain_tokens(target.model, prompt, 4)
+    decoder = SpeculativeDecoder(Flagging(target, length), qwen_head.drafter, 3)
+    cache = target.make_cache()
+    if in_batch:
+        batch, tokens = BatchIterator(decoder), []
+        row = batch.add(prompt, caches=cache)
+        while len(tokens) < 4:
+            tokens += [step.token for out in next(batch) for step in out.steps]
+        batch.remove(row)
+    else:
+        steps = decoder.stream(prompt, caches=cache)
+        tokens = [next(steps).token for _ in range(4)]
+        steps.close()
+    assert tokens == truth
+    turn = decoder._turns[cache[0]]
+    check_at_rest(qwen_head, turn, turn.draft_state, prompt, truth)
 
 
 def chained(drafter, full, hidden, length, depth=3):

@@ -117,6 +117,7 @@ class Row(Stream):
             unread = self._block is self._submitted
             self._state, *behind = self.batch.take(self.slot, unread)
             self._replayable, self._rows = behind
+            self._committed = self.batch.committed
             self._capacity = self.batch.capacity
             self.slot = None
         super()._pause()
@@ -581,6 +582,11 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         self._slots[slot] = None
         return state, *behind
 
+    @property
+    def committed(self) -> bool:
+        """Whether the newest state is that behind its round."""
+        return self._pending is None or self._pending.counts is not None
+
     def _reserve(self, capacity: int) -> None:
         if capacity <= self.capacity:
             return
@@ -773,6 +779,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
             self._state, counts = round_.finish(
                 self._state, proposal, pending.logits, masks
             )
+            pending.counts = counts
             mx.async_eval(counts, self._state)
             return counts.tolist(), masks, {}
         tokens, accepted, _ = round_.accept(
@@ -793,6 +800,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         self._state, counts = round_.commit(
             self._state, proposal, mx.array(tokens), mx.array(accepted)
         )
+        pending.counts = counts
         mx.async_eval(counts, self._state)
         rows = counts.tolist()
         for slot, count in drafted.items():

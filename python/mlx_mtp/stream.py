@@ -214,6 +214,7 @@ class Stream:
         self._state: RoundState | None = None  # running: the newest state
         self._replayable: list | None = None  # leaves of the block behind it
         self._rows: mx.array | None = None  # the hidden rows of that block
+        self._committed = False  # whether that state is, of the round in flight
         self._block: _Block | None = None
         self._length = 0  # tokens in the caches in front of the pending round
         self._tokens = prompt  # in the caches when the stream last began to run
@@ -854,7 +855,7 @@ class Stream:
     def _kept_of_later(self, state: RoundState, block: _Block, rows: mx.array):
         """The same once a later round was submitted, which took the whole block if it
         was committed."""
-        if state["offset"].item() == self._length:
+        if not self._committed:
             return self._kept(state, block, rows)
         if not hasattr(self._drafter, "rewind"):
             return None
@@ -957,6 +958,7 @@ class Stream:
             )
         ]
         self._rows = self._state["hidden"] if self._follows else None
+        self._committed = pending.counts is not None
         # The graph becomes the one owner of the old buffers and writes in place.
         self._state, pending.state = pending.state, None
         self.telemetry.target_calls += 1
@@ -983,6 +985,7 @@ class Stream:
         self._state, counts = self._round.finish(
             self._state, proposal, pending.logits, masks
         )
+        self._committed = True
         mx.async_eval(counts, self._state)
         return replace(pending, counts=counts, proposal=None, masks=masks)
 
@@ -1036,6 +1039,7 @@ class Stream:
             tokens,
             mx.array([decision.accepted], mx.int32),
         )
+        self._committed = True
         return decision, drafted
 
     def _decision(self, proposal: Proposal, logits: mx.array) -> tuple[Decision, int]:
