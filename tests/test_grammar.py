@@ -318,6 +318,16 @@ def test_looking_ahead_and_back_changes_nothing(vocabulary, tokens_of):
             matcher.accept(ids[at])
 
 
+@pytest.mark.parametrize("token", [-5, 4096, 10**6])
+def test_a_token_that_the_tokenizer_does_not_have_does_not_fit(tokens_of, token):
+    matcher = GrammarMatcher(Grammar.json_schema({"type": "object"}), tokens_of)
+    mark, mask = matcher.checkpoint(), matcher.mask().copy()
+    matcher.accept(token)
+    assert not matcher.forced() and matcher.mask().any()
+    matcher.restore(mark)
+    assert (matcher.mask() == mask).all()
+
+
 def test_a_json_answer_is_compact_and_fits_its_schema(vocabulary, tokens_of):
     schema = {
         "type": "object",

@@ -313,8 +313,8 @@ class GrammarMatcher:
         lib = _llguidance()
         self._matcher = lib.LLMatcher(vocabulary, grammar.source, log_level=0)
         self._check()
-        self._fast_forward = grammar.fast_forward
-        self._bits = np.zeros(((vocabulary.vocab_size + 31) // 32,), np.uint32)
+        self._fast_forward, self._size = grammar.fast_forward, vocabulary.vocab_size
+        self._bits = np.zeros(((self._size + 31) // 32,), np.uint32)
         self._fill()  # a grammar that no text fits shows here
         self._ends = np.zeros_like(self._bits)
         for token in vocabulary.eos_tokens:
@@ -326,7 +326,8 @@ class GrammarMatcher:
 
     def accept(self, token: int) -> None:
         """Reads one token. Behind one that does not fit, only an end is allowed."""
-        if self._read >= len(self._written) and self._fits:
+        known = 0 <= token < self._size
+        if known and self._read >= len(self._written) and self._fits:
             self._taken += self._matcher.try_consume_tokens([token])
         self._read += 1
         # The rest of what is due stays due, however it would be cut from here.

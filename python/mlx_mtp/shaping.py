@@ -70,7 +70,9 @@ class _Steering:
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         if self.ahead:
-            self.controller.accept(tokens[-1].item())
+            token = tokens[-1].item()
+            if 0 <= token < logits.shape[-1]:  # or it is rejected
+                self.controller.accept(token)
         self.ahead = True
         return steer(self.controller, logits)
 
@@ -130,7 +132,8 @@ def block_masks(
         mask = controller.mask()
         size = min(len(mask), len(row))
         row[:size] = mask[:size]
-        if draft < 0 or not row[draft // 32] >> (draft % 32) & 1:
+        known = 0 <= draft < vocab_size
+        if not known or not row[draft // 32] >> (draft % 32) & 1:
             break
         controller.accept(draft)
     controller.restore(mark)
