@@ -1,5 +1,7 @@
 """The drop-in API against mlx_lm on the demo model, stock BLAS."""
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -12,6 +14,8 @@ from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 
 import mlx_mtp
 from mlx_mtp import NGramDrafter, SamplingParams, generate, make_sampler
+from mlx_mtp.drafters import MTPHeadDrafter
+from mlx_mtp.generation import find_decoder
 from mlx_mtp.speculative import SpeculativeDecoder
 from mlx_mtp.targets import as_target
 
@@ -305,7 +309,7 @@ def test_a_cache_is_refused_wherever_its_stream_rests(demo, prompt):
     expected = [whole[1], *(r.token for r in whole[0])]
     cache = make_prompt_cache(model)
     stream, first = at_a_forced_token(demo, prompt, cache)
-    decoder = mlx_mtp.generation.find_decoder(model, 3, 3)
+    decoder = find_decoder(model, 3, 3)
     for other in (
         lambda: tokens(demo, [1, 2, 3], mtp=3, prompt_cache=cache),
         lambda: tokens(demo, [1, 2, 3], mtp=None, prompt_cache=cache),
@@ -317,8 +321,21 @@ def test_a_cache_is_refused_wherever_its_stream_rests(demo, prompt):
     assert [first, *(r.token for r in stream)] == expected
 
 
+def test_only_the_last_drafters_of_a_model_are_kept(demo, demo_parts):
+    model, alive = demo[0], []
+    for _ in range(6):
+        drafter = MTPHeadDrafter(demo_parts.drafter.head, demo_parts.target)
+        decoder = find_decoder(model, drafter, 3)
+        assert find_decoder(model, drafter, 3) is decoder
+        assert find_decoder(model, drafter, 2)._turns is decoder._turns
+        alive.append(weakref.ref(drafter))
+        del drafter, decoder
+        gc.collect()
+    assert [ref() is not None for ref in alive] == [False] * 2 + [True] * 4
+
+
 def test_of_two_streams_of_a_cache_the_second_to_begin_is_refused(demo, prompt):
-    decoder = mlx_mtp.generation.find_decoder(demo[0], 3, 3)
+    decoder = find_decoder(demo[0], 3, 3)
     cache = make_prompt_cache(demo[0])
     one, two = (decoder.stream(prompt, caches=cache) for _ in range(2))
     next(one)

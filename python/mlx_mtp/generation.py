@@ -346,24 +346,33 @@ class _Request:
 
 
 class _Decoders:
-    """The decoders of one model, kept so that their rounds compile once."""
+    """The decoders of one model, kept so that their rounds compile once.
+
+    Those of the drafters that were used last; each by its depths.
+    """
+
+    KEPT = 4  # drafters
 
     def __init__(self, model):
         self.target = as_target(model)
         self.of = head = getattr(model, "mtp_head", None)
         self.head = head and head_drafter(head.head, self.target)
-        self.made: dict[tuple, SpeculativeDecoder] = {}
+        self.made: dict[Drafter, dict[Depth, SpeculativeDecoder]] = {}
 
     def get(self, drafter: Drafter, depth: Depth) -> SpeculativeDecoder:
         check_depth(depth, drafter)
-        if (drafter, depth) not in self.made:
-            known = [made for (d, _), made in self.made.items() if d == drafter]
-            self.made[drafter, depth] = (
-                known[0].with_depth(depth)
+        made = self.made.pop(drafter, {})
+        if depth not in made:
+            known = next(iter(made.values()), None)
+            made[depth] = (
+                known.with_depth(depth)
                 if known
                 else SpeculativeDecoder(self.target, drafter, depth)
             )
-        return self.made[drafter, depth]
+        self.made[drafter] = made  # the newest
+        if len(self.made) > self.KEPT:
+            del self.made[next(iter(self.made))]
+        return made[depth]
 
 
 def find_decoder(model, mtp: MTP, depth: Depth) -> SpeculativeDecoder | None:
