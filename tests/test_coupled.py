@@ -4,14 +4,18 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from families import tiny_family
+from mlx_lm.generate import generate_step
 from test_exactness import ALPHA, TARGET, V, sampled, shaped, transition_p_value
-from tiny import TableDrafter, tile
+from tiny import TableDrafter, random_prompt, tile
 
 from mlx_mtp import Session, make_sampler, stream_generate
 from mlx_mtp.drafters import NGramDrafter
+from mlx_mtp.generation import bind_sampler
 from mlx_mtp.round import Round
 from mlx_mtp.sampling import SamplingParams
 from mlx_mtp.speculative import SpeculativeDecoder
+from mlx_mtp.targets import as_target
 
 QUESTIONS = (
     "What is 57 + 68?",
@@ -108,6 +112,42 @@ def test_the_prompt_may_come_in_parts(demo, prompts, plain):
         model(mx.array([prompts[0][:5]]), cache=caches)
         rest = prompts[0][5:]
         assert tokens_of(demo, rest, mtp, 0, prompt_cache=caches) == plain[0]
+
+
+def test_caches_without_a_count_change_nothing():
+    """Positions then count from the prompt, whatever was decoded before."""
+    model, sampler = tiny_family("mamba"), make_sampler(1.0, coupled=True)
+    decoder = SpeculativeDecoder(as_target(model), NGramDrafter(), 2)
+    first, second = random_prompt(7, 96, 1), random_prompt(5, 96, 2)
+    options = {"params": sampler.params, "coupled": True, "seed": 3, "max_tokens": 12}
+
+    def turn(caches):
+        return [x.token for x in decoder.stream(second, caches=caches, **options)]
+
+    caches, fed = decoder.target.make_cache(), decoder.target.make_cache()
+    decoder.feed(first, caches)
+    model(mx.array([first]), cache=fed)
+    expected = generate_step(
+        mx.array(second),
+        model,
+        max_tokens=12,
+        prompt_cache=fed,
+        sampler=bind_sampler(sampler, 3, fed, len(second)),
+    )
+    start, tokens = decoder.snapshot(caches), turn(caches)
+    assert tokens == [token for token, _ in expected]
+    decoder.restore(caches, start)
+    assert turn(caches) == tokens
+
+
+def test_what_a_snapshot_did_not_know_is_forgotten(llama):
+    decoder = SpeculativeDecoder(as_target(llama), NGramDrafter(), 2)
+    caches = decoder.target.make_cache()
+    llama(mx.array([[1, 2, 3]]), cache=caches)
+    start = decoder.snapshot(caches)
+    decoder.feed([4, 5], caches)
+    decoder.restore(caches, start)
+    assert caches[0] not in decoder._turns
 
 
 def test_sessions_are_coupled_too(demo):

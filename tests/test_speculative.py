@@ -277,6 +277,43 @@ class Anything:
         pass
 
 
+@pytest.mark.parametrize("token", [-5, 128, 500])
+@pytest.mark.parametrize("host", [False, True])
+def test_a_draft_that_is_no_token_is_rejected_under_masks(llama, host, token):
+    class Reads(Anything):
+        def accept(self, token):
+            assert 0 <= token < 128
+
+        def horizon(self):
+            return 1 << 62
+
+        def bias(self):
+            return None
+
+    steps = speculative_step(
+        PROMPT,
+        as_target(llama),
+        Proposes([token] * 3),
+        controller=Reads(),
+        processors=[Ahead()] if host else [],
+        max_tokens=10,
+    )
+    assert tokens_of(steps) == plain_tokens(llama, PROMPT, 10)
+
+
+class Ahead:
+    """A processor that looks ahead and does nothing."""
+
+    def __call__(self, tokens, logits):
+        return logits
+
+    def checkpoint(self):
+        return None
+
+    def restore(self, mark):
+        pass
+
+
 @pytest.mark.cpu
 @pytest.mark.parametrize("controller", [None, Anything()])
 def test_a_stream_copies_no_cache(llama, controller):
@@ -942,6 +979,17 @@ def test_every_step_may_be_taken_in_another_thread(demo_parts, chats):
     steps = decoder.stream(prompt, controller=Forces())
     assert len(each_step_in_a_thread(steps, 24)) == 24
     assert not steps.telemetry.step_downs
+
+
+def test_entries_that_were_quantised_are_free_again(llama):
+    """Those of the caller's that quantised ones have replaced in a copy of its list."""
+    decoder = SpeculativeDecoder(as_target(llama), NGramDrafter(), 3)
+    mine = decoder.target.make_cache()
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4}
+    replaced = list(mine)
+    tokens_of(decoder.stream(PROMPT, caches=replaced, max_tokens=8, **options))
+    assert replaced[0] is not mine[0]
+    next(decoder.stream(PROMPT, caches=mine))
 
 
 def test_speculative_step_is_the_decoders_stream(llama):

@@ -144,7 +144,9 @@ class SpeculativeDecoder:
             seed (int, optional): Fixes the stream, alone or in any batch.
             coupled (bool): Makes a sampled stream a function of model, prompt and
                 seed alone: the same for every drafter and depth, see
-                ``ops.verify_coupled``. Not with ``sampler``.
+                ``ops.verify_coupled``. Not with ``sampler``. Where caches do not
+                count their tokens (recurrent ones alone), ``prompt`` is the one
+                given here.
             prefill_step_size (int): Prompt tokens a forward.
             progress (callable, optional): ``progress(done, total)`` prompt tokens.
             kv_bits (int, optional): Quantise the keys and values to this.
@@ -245,7 +247,9 @@ class SpeculativeDecoder:
         adapters = classify(caches, self.target.adapters)
         for adapter, cache, mark in zip(adapters, caches, snapshot.marks, strict=True):
             adapter.rewind(cache, mark)
-        if snapshot.turn is not None:
+        if snapshot.turn is None:
+            self._turns.pop(caches[0], None)
+        else:
             self._turns[caches[0]] = snapshot.turn
 
     def with_depth(

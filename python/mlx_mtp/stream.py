@@ -231,12 +231,13 @@ class Stream:
     @contextmanager
     def _owner(self) -> Iterator[None]:
         """Keeps other streams off the caches."""
-        refuse_taken(self._caches)
-        _TAKEN.update(self._caches)
+        plain = list(self._caches)  # quantised ones may take their places
+        refuse_taken(plain)
+        _TAKEN.update(plain)
         try:
             yield
         finally:
-            _TAKEN.difference_update(self._caches)
+            _TAKEN.difference_update([*plain, *self._caches])
 
     def _decode(self) -> Iterator[Step | None]:
         try:
@@ -561,6 +562,8 @@ class Stream:
         """The turn in front of the prompt, an earlier one's if it left the caches."""
         cached = cached_tokens(self._caches)
         turn = self._turns.get(self._caches[0]) if self._turns else None
+        if cached is None and self._round.coupled:
+            turn = None  # or the coins would depend on what was decoded before
         if turn is not None and cached is None:
             cached = turn.length
         cached = cached or 0
