@@ -379,6 +379,16 @@ def test_streams_take_whole_rounds():
     assert tokens == pytest.approx([105 / 27, 105 / 12.55], rel=0.02)
 
 
+def test_an_idle_round_is_dearer_the_deeper_it_is():
+    single, batch = Acceptance(), Acceptance(IDLE)
+    for acceptance in (single, batch):
+        for _ in range(1000):
+            acceptance.add(8, 8)
+        acceptance.end(100)
+    ratio = [batch.tokens(depth) / single.tokens(depth) for depth in (0, 3, 8)]
+    assert ratio == pytest.approx([100 / 101, 25 / 26, 12 / 13], rel=0.02)
+
+
 def test_a_slot_behind_the_end_says_nothing():
     acceptance = Acceptance()
     for _ in range(100):
