@@ -358,7 +358,8 @@ class BatchIterator(Iterator[list[BatchOutput]]):
 
         Raises:
             RuntimeError: There are ``max_rows`` requests already.
-            ValueError: As in ``SpeculativeDecoder.stream``.
+            TypeError, ValueError, UnsupportedCache: As in
+                ``SpeculativeDecoder.stream``.
         """
         if len(self) >= self.max_rows:
             raise RuntimeError(f"The batch has its {self.max_rows} requests already.")
@@ -383,6 +384,9 @@ class BatchIterator(Iterator[list[BatchOutput]]):
 
         A cache of the caller's holds its prompt and every token of it that was in an
         output.
+
+        Raises:
+            RuntimeError: Called by a callback of the request itself.
         """
         request = self._requests.get(id)
         if request is None:

@@ -157,7 +157,7 @@ class SpeculativeDecoder:
                 much memory. Caches to be quantised later count as they are.
 
         Raises:
-            ValueError: An argument is out of range.
+            TypeError, ValueError: An argument is of another type or out of range.
             UnsupportedCache: A cache cannot be rolled back; nothing was written.
             UnusableLogits: While iterating, the model gave unusable logits.
             MemoryBudgetExceeded: While iterating, ``memory`` forbids to go on.

@@ -118,7 +118,7 @@ def make_guide(
         tokenizer: Of ``transformers`` or ``mlx_lm``.
         prompt: Its token ids.
         grammar: What must be written.
-        budget: Of the thought.
+        budget: Of the thought. Without an open one the grammar allows none.
 
     Raises:
         GrammarError: The grammar is not supported.
