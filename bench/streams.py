@@ -13,12 +13,9 @@ from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 
 import mlx_mtp
 from mlx_mtp.drafters import MTPHeadDrafter, NGramDrafter
+from mlx_mtp.proof.checks import difference
 from mlx_mtp.speculative import SpeculativeDecoder
 from mlx_mtp.targets import as_target
-
-# Two logits that are closer than this may change places when a wider forward rounds
-# otherwise: in float32, and relative to the larger one in half precision.
-NEAR_TIE, NEAR_TIE_HALF = 1e-3, 4e-3
 
 
 @dataclass
@@ -102,23 +99,8 @@ class Subject:
         return [step.token for step in steps]
 
     def difference(self, prompt, expected: list[int], got: list[int]) -> dict | None:
-        """Where two greedy outputs part, and how close the two logits are there.
-
-        They run on after each other's tokens, so only the first place tells.
-        """
-        if expected == got:
-            return None
-        pairs = list(zip(expected, got, strict=False))
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        if at == len(pairs):
-            return {"position": at, "gap": None, "near_tie": False}
-        context = mx.array([[*prompt, *expected[:at]]])
-        row = self.target.prefill(context, self.target.make_cache()).logits[0, -1]
-        a, b = row[expected[at]].item(), row[got[at]].item()
-        near = NEAR_TIE
-        if row.dtype != mx.float32:
-            near = max(near, NEAR_TIE_HALF * max(abs(a), abs(b)))
-        return {"position": at, "gap": a - b, "near_tie": abs(a - b) < near}
+        """Where two greedy outputs part, and whether it is at a near-tie."""
+        return difference(self.target, prompt, expected, got)
 
 
 def _run(decode) -> Run:

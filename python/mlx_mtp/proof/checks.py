@@ -115,7 +115,7 @@ def same_tokens(
         for decoder in decoders:
             steps = decoder.stream(prompt, max_tokens=tokens)
             got = [step.token for step in steps]
-            found = _difference(target, prompt, expected, got)
+            found = difference(target, prompt, expected, got)
             if found is None:
                 equal += 1
                 continue
@@ -134,7 +134,7 @@ def same_tokens(
     return Result("greedy tokens", not wrong, line, details=details)
 
 
-def _difference(target, prompt, expected, got) -> dict | None:
+def difference(target, prompt, expected, got) -> dict | None:
     """Where two outputs part, and how close the two logits are there."""
     pairs = enumerate(zip(expected, got, strict=True))
     at = next((i for i, (a, b) in pairs if a != b), None)
