@@ -24,6 +24,7 @@ from mlx_mtp.reasoning import (
     CannotDisableReasoning,
     End,
     InsufficientTokens,
+    ReasoningConfig,
     ReasoningDelta,
     ReasoningEnd,
     ReasoningError,
@@ -508,6 +509,23 @@ def test_an_opener_that_the_model_wrote_is_not_written_again(demo):
         assert [call.name for call in reply.tool_calls] == ["calculator"]
         assert reply.reasoning == "need data" and reply.text == ""
         assert session._loop.prompts[1] == session._vocabulary.encode(written)
+
+
+def test_an_opener_that_is_all_there_is_to_write(demo):
+    """Nothing is left to begin the call's stream with: the turn is read anew."""
+    config = ReasoningConfig(
+        "<think>", "</think>", tools="mistral", implicit_ends=("[TOOL_CALLS]",)
+    )
+    call = 'calculator[ARGS]{"expression": "1"}<|im_end|>'
+    session = scripted(demo, "need data[TOOL_CALLS]", call, reasoning=config)
+    reply = session.respond("x", tool_choice="required")
+    assert [call.name for call in reply.tool_calls] == ["calculator"]
+    assert reply.reasoning == "need data" and reply.text == ""
+    first, second = session._loop.prompts
+    encode = session._vocabulary.encode
+    assert second == first + encode("need data[TOOL_CALLS]")
+    whole = second + encode(call)
+    assert session._cached[-len(whole) :] == whole
 
 
 def test_a_call_instead_of_an_answer_goes_on_as_it_is(demo):

@@ -430,6 +430,9 @@ class Session:
                 rest = []
             if reason is None:
                 written = self._write_opener(turn)
+                if not rest + written:  # a stream begins with a token: read some anew
+                    known = self._cached
+                    rest = known[self._reuse(known) :]
                 reason = yield from self._decode(turn, rest, written, turn.grammar)
         except _Cancelled:
             self._forget()
