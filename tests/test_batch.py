@@ -717,6 +717,32 @@ def test_slots_grow_no_further_than_their_rows_need(llama, monkeypatch):
     batch.close()
 
 
+class ForcesMuch(Forces):
+    """A text that needs more room than is reserved."""
+
+    def forced(self):
+        return [7] * (265 - self.count) if 5 <= self.count < 265 else []
+
+    def horizon(self):
+        return max(5 - self.count, 0) if self.count < 265 else 10**9
+
+
+def test_a_forced_text_takes_no_more_room_than_the_limit(qwen_head, monkeypatch):
+    monkeypatch.setattr("mlx_mtp.stream.MAX_RESERVED", 16)
+    decoder = SpeculativeDecoder(qwen_head.target, qwen_head.drafter, DEPTH)
+    options = {"max_tokens": 275, "controller": ForcesMuch()}
+    steps = decoder.stream(PROMPT, **options)
+    expected = [step.token for step in steps]
+    assert len(expected) == 275 and steps.stream._capacity == 384
+    batch, capacities = BatchIterator(decoder), set()
+    batch.add(PROMPT, **{**options, "controller": ForcesMuch()})
+    found = []
+    for outputs in batch:
+        capacities.add(batch.capacity)
+        found += [step.token for out in outputs for step in out.steps]
+    assert found == expected and max(capacities) == 384
+
+
 @pytest.mark.parametrize("processors", [[], [row_by_row]])
 def test_a_row_that_is_removed_keeps_its_heads_state(qwen_head, processors):
     """Whatever it had taken of a block, with the next round in flight."""

@@ -242,7 +242,7 @@ def test_adaptive_depth_stays_within_what_fits(scene):
 
 @pytest.fixture
 def reserves_little(monkeypatch):
-    """A stream of 280 tokens begins with room for 256 and grows to 768."""
+    """A stream of 280 tokens begins with room for 256 and grows to 384."""
     monkeypatch.setattr("mlx_mtp.stream.MAX_RESERVED", 30)
 
 
@@ -251,18 +251,18 @@ def reserves_little(monkeypatch):
 def test_a_stream_that_grows_is_checked_again(
     scene, reserves_little, depth, processors
 ):
-    budget = scene.total(768, depth) if depth else scene.total(256, 3)
+    budget = scene.total(384, depth) if depth else scene.total(256, 3)
     memory = MemoryPolicy(budget, "shrink" if depth else "fallback")
     telemetry = scene.check(memory, 280, processors=processors)
     assert telemetry.depths.keys() == {3, depth}
-    assert "768 tokens with 3 drafts" in telemetry.fallback
+    assert "384 tokens with 3 drafts" in telemetry.fallback
     assert telemetry.step_downs == (depth == 0)
 
 
 def test_a_stream_that_fails_as_it_grows_leaves_what_it_emitted(scene, reserves_little):
     caches, tokens = scene.target.make_cache(), []
     memory = MemoryPolicy(scene.total(256, 3), "fail")
-    with pytest.raises(MemoryBudgetExceeded, match="768 tokens"):
+    with pytest.raises(MemoryBudgetExceeded, match="384 tokens"):
         for step in scene.decoder.stream(
             PROMPT, max_tokens=280, caches=caches, memory=memory
         ):

@@ -157,9 +157,8 @@ class Row(Stream):
 
     @property
     def most(self) -> float:
-        """Tokens that its slot ever needs room for."""
-        left = self._max_tokens - self.telemetry.emitted
-        return self._length + left + 2 * self.batch.width
+        """Tokens that need room at its limit."""
+        return self._most
 
     @property
     def way(self) -> tuple:
@@ -552,7 +551,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         if None not in self._slots:
             self._slots += [None] * max(len(self._slots), 1)
         slot, state = self._slots.index(None), row.state
-        self._reserve(row.own_capacity)
+        self._reserve(row.own_capacity, row)
         round_ = row.find_part(row.way, self.width - 1)
         if row.own_capacity < self.capacity:
             state = round_.grow(state, self.capacity)
@@ -591,13 +590,13 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         """Whether the newest state is that behind its round."""
         return self._pending is None or self._pending.counts is not None
 
-    def _reserve(self, capacity: int) -> None:
+    def _reserve(self, capacity: int, row: Row) -> None:
+        """Makes room in all slots, by the round of any row."""
         if capacity <= self.capacity:
             return
         self.capacity, self._stale = capacity, True
         if self._state is not None:
-            request = next(iter(self._seated.values()))
-            round_ = request.stream.find_part(request.stream.way, self.width - 1)
+            round_ = row.find_part(row.way, self.width - 1)
             self._state = round_.grow(self._state, capacity)
 
     def _tidy(self) -> None:
@@ -650,15 +649,16 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         ways = sorted({row.way for row in rows.values()})
         if len(ways) > 1:
             ways = [way for way in ways if not way[0]]
+        row = next(iter(rows.values()))
         length = max(row.length for row in rows.values())
         attended = bucket(length + self.width * (1 + unread))
         if attended > self.capacity:
             most = max(row.most for row in rows.values())
-            self._reserve(bucket(min(2 * attended, most)))
+            self._reserve(bucket(min(2 * attended, most)), row)
         if self._adaptive:
             self._pace.set_slots(len(self._slots))
         depth = min(self.depth, max(row.depth for row in rows.values()))
-        round_ = self._round(depth, ways, next(iter(rows.values())))
+        round_ = self._round(depth, ways, row)
         given = {i: placed[i][:depth] for i in rows}
         parts = {i: ways.index(r.way) if r.way in ways else 0 for i, r in rows.items()}
         state = {**self._state, **self._controls(rows, depth, given, parts, len(ways))}

@@ -207,6 +207,7 @@ class Stream:
 
         self._memory, self._watched = memory, 0  # up to this capacity
         self._capacity = self._attended = 0
+        self._most = math.inf  # tokens that need room at its limit
         self._turn: Turn | None = None  # at rest
         self._loose: list[tuple[mx.array, mx.array | None]] = []  # not in it yet
         self._plain_left, self._pause_for = 0, MIN_PAUSE  # tokens
@@ -570,6 +571,7 @@ class Stream:
         reserved = int(min(self._max_tokens, MAX_RESERVED))
         spare = 2 * (self._pace.max_depth + 1)
         self._capacity = bucket(cached + total + reserved + spare)
+        self._most = cached + total + self._max_tokens + spare
         if self._memory is not None:
             self._watched = self._capacity
             args = cached + total, self._prefill_step_size
@@ -591,7 +593,7 @@ class Stream:
             return
         if not self._pace.max_depth:
             return  # no rounds any more
-        self._watched = bucket(2 * bucket(length))
+        self._watched = self._wider(bucket(length))
         self._bound(self._memory.grow(*self._wanted))
 
     @property
@@ -760,9 +762,13 @@ class Stream:
         self.telemetry.target_calls += 1
         return logits
 
+    def _wider(self, length: int) -> int:
+        """Room for ``length`` tokens and as many again, if they may come."""
+        return bucket(min(2 * length, self._most))
+
     def _reserve(self, draft_state, length: int):
         if bucket(length) > self._capacity:
-            self._capacity = bucket(2 * length)
+            self._capacity = self._wider(length)
             draft_state = self._drafter.grow(draft_state, self._capacity)
         return draft_state
 
@@ -948,7 +954,7 @@ class Stream:
         """The state with room for ``length`` tokens, and the prefix to attend."""
         state, attended = self._state, bucket(length)
         if attended > self._capacity:
-            self._capacity = bucket(2 * attended)
+            self._capacity = self._wider(attended)
             state = self._round.grow(state, self._capacity)
         return state, attended
 
