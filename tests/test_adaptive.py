@@ -1,5 +1,6 @@
 """Adaptive depth: the tokens stay exact, and the policy finds the depth that pays."""
 
+import math
 import random
 from statistics import fmean
 
@@ -321,6 +322,14 @@ def test_costs_are_lower_quartiles_and_lines_between():
     assert costs(2) == 99.0
     assert Costs()(3) == 1.0
     assert Costs({1: 1.0, 2: 0.5})(5) == 0.5  # deeper is never taken to be cheaper
+
+
+@pytest.mark.parametrize(
+    "costs", [{3: 0.0}, {3: -1.0}, {3: math.nan}, {3: math.inf}, {-1: 1.0}], ids=str
+)
+def test_costs_that_cannot_be(demo_parts, costs):
+    with pytest.raises(ValueError, match="positive seconds"):
+        SpeculativeDecoder(demo_parts.target, demo_parts.drafter, 3, costs)
 
 
 def test_what_makes_one_depth_slower_makes_all_slower():

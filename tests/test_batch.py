@@ -369,6 +369,48 @@ class Masks:
         self.count = mark
 
 
+class ForcesUnderMasks(Masks):
+    """Texts of three to nine tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts, self.left = {4: 3, 12: 5, 20: 7, 35: 9}, 0
+
+    def accept(self, token):
+        super().accept(token)
+        self.left = max(self.left - 1, 0) or self.texts.get(self.count, 0)
+
+    def forced(self):
+        return [6] * self.left
+
+    def mask(self):
+        return np.array([64, 0, 0, 0], np.uint32) if self.left else super().mask()
+
+    def horizon(self):
+        return 0 if self.left else min(x - self.count for x in (*self.texts, 99))
+
+    def checkpoint(self):
+        return self.count, self.left
+
+    def restore(self, mark):
+        self.count, self.left = mark
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_forced_texts_of_a_shallow_row_are_those_of_its_single_run(llama, seed):
+    """What is a long text depends on the row's own depth, not on the batch's."""
+    decoder = SpeculativeDecoder(as_target(llama), NGramDrafter(), 7)
+    options = {"max_tokens": 45, "params": SamplingParams(1.0), "seed": seed}
+    alone = decoder.with_depth(1).stream([5], controller=ForcesUnderMasks(), **options)
+    expected = [(step.token, step.forced) for step in alone]
+    batch = BatchIterator(decoder)
+    batch.add([5], depth=1, controller=ForcesUnderMasks(), **options)
+    batch.add([9, 8], max_tokens=60)
+    steps = [s for outs in batch for out in outs if out.id == 0 for s in out.steps]
+    assert [(step.token, step.forced) for step in steps] == expected
+    assert sum(forced for _, forced in expected) > 20
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen"])
 def test_masks_hold_for_their_row_alone(name, request, qwen_head):
     model = request.getfixturevalue(name)

@@ -247,6 +247,22 @@ def test_a_broken_off_stream_leaves_the_heads_state_in_step(
         check_at_rest(qwen_head, turn, turn.draft_state, prompt, truth)
 
 
+def test_an_error_at_the_first_token_leaves_the_heads_state(qwen_head):
+    """The prompt was read, by the model and by the head."""
+    target, prompts = qwen_head.target, [random_prompt(n, 128, n) for n in (8, 20)]
+    decoder = SpeculativeDecoder(target, qwen_head.drafter, 3)
+    cache = target.make_cache()
+    tokens = [s.token for s in decoder.stream(prompts[0], max_tokens=5, caches=cache)]
+
+    def broken(tokens, logits):
+        raise ZeroDivisionError("broken")
+
+    with pytest.raises(ZeroDivisionError):
+        next(decoder.stream(prompts[1], caches=cache, processors=[broken]))
+    turn, held = decoder._turns[cache[0]], prompts[0] + tokens
+    check_at_rest(qwen_head, turn, turn.draft_state, held, prompts[1])
+
+
 class Flagging:
     """A target whose rounds behind ``length`` cached tokens give NaN."""
 

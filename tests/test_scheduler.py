@@ -172,19 +172,21 @@ def test_an_error_ends_its_request_alone(decoder, truth):
 
 def test_a_read_that_fails_ends_its_request_alone(decoder, truth):
     read = {17: 0}.__getitem__  # no other token can be read
+    stop = iter(()).__next__  # must not look like the end
     with Scheduler(decoder) as scheduler:
         handles = [
             scheduler.submit(prompt(1, 128), max_tokens=30, read=lambda step: 1 / 0),
             scheduler.submit(prompt(1, 128), max_tokens=1, read=read),
+            scheduler.submit(prompt(1, 128), max_tokens=9, read=lambda step: stop()),
         ]
         good = scheduler.submit(prompt(2, 128), max_tokens=30)
-        errors = (ZeroDivisionError, KeyError)
+        errors = (ZeroDivisionError, KeyError, RuntimeError)
         for handle, error in zip(handles, errors, strict=True):
             with pytest.raises(error):
                 list(handle)
             assert handle.finish == "error"
         assert list(good) == truth[2]
-        assert scheduler.metrics()["ended"]["error"] == 2
+        assert scheduler.metrics()["ended"]["error"] == 3
         assert list(scheduler.submit(prompt(3, 128), max_tokens=30)) == truth[3]
 
 

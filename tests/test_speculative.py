@@ -277,6 +277,12 @@ class Anything:
         pass
 
 
+def test_stop_tokens_that_no_model_has_stop_nothing(llama):
+    decoder = SpeculativeDecoder(as_target(llama), NGramDrafter(), 3)
+    steps = decoder.stream(PROMPT, max_tokens=9, stop_tokens={-1, 128, None})
+    assert tokens_of(steps) == plain_tokens(llama, PROMPT, 9)
+
+
 @pytest.mark.parametrize("token", [-5, 128, 500])
 @pytest.mark.parametrize("host", [False, True])
 def test_a_draft_that_is_no_token_is_rejected_under_masks(llama, host, token):

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
+from math import inf
 from operator import mul
 from statistics import fmean
 from typing import Protocol
@@ -102,6 +103,11 @@ class Costs:
         self._seconds: dict[int, deque[float]] = {}
         self._age: dict[int, int] = {}  # of the newest, in rounds of other depths
         for depth, seconds in (known or {}).items():
+            if depth < 0 or not 0 < seconds < inf:
+                raise ValueError(
+                    "costs must be positive seconds by depth but "
+                    f"{depth} has {seconds}."
+                )
             self._seconds[int(depth)] = deque([seconds] * FEW, KEPT)
             self._age[int(depth)] = 0
 

@@ -161,6 +161,10 @@ class Row(Stream):
         return self._most
 
     @property
+    def _own_width(self) -> int:
+        return self.depth + 1
+
+    @property
     def way(self) -> tuple:
         """How its tokens are drawn: arguments of a round."""
         return self._round.way

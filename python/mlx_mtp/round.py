@@ -135,6 +135,7 @@ class Round:
         state = {
             "leaves": list(leaves),
             "offset": mx.full((batch,), length, mx.int32),
+            "draft": draft_state,
             "params": params,
             "draft_params": draft_params,
         }

@@ -97,6 +97,8 @@ class Handle(Iterator[Any]):
     def _close(self, finish: str, error: BaseException | None = None) -> None:
         self.ended_at = time.monotonic()
         self.finish = finish
+        if isinstance(error, StopIteration):  # would look like the end
+            error = RuntimeError(f"A request's own code raised {error!r}.")
         self._items.put(_End(finish, error))
 
 

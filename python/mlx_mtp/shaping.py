@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Protocol
 
 import mlx.core as mx
@@ -79,12 +80,13 @@ class _Steering:
 
 def check_forced(token: int, vocab_size: int) -> int:
     """A forced token, which the model must have."""
+    token = index(token)
     if not 0 <= token < vocab_size:
         raise ValueError(
             f"The controller forced token {token}, outside of the vocabulary of "
             f"{vocab_size}."
         )
-    return int(token)
+    return token
 
 
 def steer(controller: Controller, logits: mx.array) -> mx.array:

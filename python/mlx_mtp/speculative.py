@@ -73,7 +73,7 @@ class SpeculativeDecoder:
         costs (dict, optional): Seconds of a round by depth, for ``"adaptive"``.
 
     Raises:
-        ValueError: The depth is out of range.
+        ValueError: The depth or a cost is out of range.
         DrafterMismatch: The drafter does not fit the target.
     """
 

@@ -416,8 +416,13 @@ class Stream:
             return forced
         # A short text is given to the rounds in place of drafts, which need not end.
         # Where the host decides, masks alone force it: a processor sees every row.
-        long = len(forced) > 2 * self._round.width and not self._always
+        long = len(forced) > 2 * self._own_width and not self._always
         return forced if long else ()
+
+    @property
+    def _own_width(self) -> int:
+        """Of its rounds; a batch's may be wider than a row's own."""
+        return self._round.width
 
     @property
     def _given(self) -> list[int]:
@@ -442,7 +447,7 @@ class Stream:
     @property
     def stopped(self) -> bool:
         """Whether the newest token is one that it ends with."""
-        return self._last in self._stop_tokens
+        return self.telemetry.emitted > 0 and self._last in self._stop_tokens
 
     @property
     def _ended(self) -> bool:
@@ -885,6 +890,8 @@ class Stream:
         known = not self._drafter.needs_hidden or self._turn.draft_state is not None
         if known:
             self._turns[self._caches[0]] = self._turn
+        else:
+            self._turns.pop(self._caches[0], None)
 
     # One round
 
