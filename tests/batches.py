@@ -140,6 +140,19 @@ def row_by_row(tokens, logits):
     return mx.where(mx.arange(logits.shape[-1]) == tokens[-1], -mx.inf, logits)
 
 
+class LooksAhead:
+    """A processor that changes nothing, and can be taken back."""
+
+    def __call__(self, tokens, logits):
+        return logits
+
+    def checkpoint(self):
+        return None
+
+    def restore(self, mark):
+        pass
+
+
 class Forces:
     """A controller that forces a text behind its fifth token."""
 

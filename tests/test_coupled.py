@@ -4,6 +4,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from batches import LooksAhead
 from families import tiny_family
 from mlx_lm.generate import generate_step
 from test_exactness import ALPHA, TARGET, V, sampled, shaped, transition_p_value
@@ -79,20 +80,9 @@ def test_adaptive_depth_and_processors_change_nothing(demo, prompts, plain):
     for i, prompt in enumerate(prompts[:3]):
         got = tokens_of(demo, prompt, "auto", i, num_draft_tokens="adaptive")
         assert got == plain[i]
-        for lookahead in (Unchanged(), lambda tokens, logits: logits):
+        for lookahead in (LooksAhead(), lambda tokens, logits: logits):
             got = tokens_of(demo, prompt, 3, i, logits_processors=[lookahead])
             assert got == plain[i]
-
-
-class Unchanged:
-    def __call__(self, tokens, logits):
-        return logits
-
-    def checkpoint(self):
-        return None
-
-    def restore(self, mark):
-        pass
 
 
 def test_processors_hold_at_every_position(demo, prompts):

@@ -7,6 +7,7 @@ from itertools import islice
 import mlx.core as mx
 import numpy as np
 import pytest
+from batches import Forces
 from families import tiny_family
 from test_exactness import ALPHA, TARGET, V, shaped, transition_p_value
 from tiny import TableTarget, plain_tokens, random_prompt, tiny_llama
@@ -84,31 +85,16 @@ def test_a_draft_model_reads_no_token_twice(family, taken):
     assert sum(read) <= len(PROMPT) + 5 + 2 * taken + 2 + 40
 
 
-class Forcing:
+class Forcing(Forces):
     """Every tenth token is a certain one."""
 
     biases = False
-
-    def __init__(self):
-        self.count = 0
-
-    def accept(self, token):
-        self.count += 1
 
     def forced(self):
         return (7,) if self.count % 10 == 9 else ()
 
     def horizon(self):
         return 9 - self.count % 10
-
-    def bias(self):
-        return None
-
-    def checkpoint(self):
-        return self.count
-
-    def restore(self, mark):
-        self.count = mark
 
 
 @pytest.mark.parametrize("family", ["llama", "nemotron_h"])

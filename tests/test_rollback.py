@@ -7,6 +7,7 @@ from itertools import islice
 import mlx.core as mx
 import numpy as np
 import pytest
+from batches import LooksAhead
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain import DEPTH, PLAN, PROMPT, Plain
@@ -45,17 +46,6 @@ def test_state_after_every_round_equals_a_fresh_run(plain, plan):
 
 def row_by_row(tokens, logits):
     return logits
-
-
-class LooksAhead:
-    def __call__(self, tokens, logits):
-        return logits
-
-    def checkpoint(self):
-        return None
-
-    def restore(self, mark):
-        pass
 
 
 WAYS = {"compiled": [], "row by row": [row_by_row], "look ahead": [LooksAhead()]}

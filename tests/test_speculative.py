@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from batches import Forces
+from batches import Forces, LooksAhead
 from families import tiny_family
 from gemma import assistant_config
 from mlx.utils import tree_map
@@ -301,23 +301,10 @@ def test_a_draft_that_is_no_token_is_rejected_under_masks(llama, host, token):
         as_target(llama),
         Proposes([token] * 3),
         controller=Reads(),
-        processors=[Ahead()] if host else [],
+        processors=[LooksAhead()] if host else [],
         max_tokens=10,
     )
     assert tokens_of(steps) == plain_tokens(llama, PROMPT, 10)
-
-
-class Ahead:
-    """A processor that looks ahead and does nothing."""
-
-    def __call__(self, tokens, logits):
-        return logits
-
-    def checkpoint(self):
-        return None
-
-    def restore(self, mark):
-        pass
 
 
 @pytest.mark.cpu

@@ -8,7 +8,7 @@ leave, and every row has its own offset, so nothing is padded on the left.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,11 +22,12 @@ from .adaptive import BatchDepth, FixedDepth
 from .batch_prompts import JointPrompts, joint_groups
 from .batch_round import BatchRound
 from .drafters import Drafts
-from .round import Proposal, Round, RoundState, StepDown, pad_to
+from .round import Proposal, Round, RoundState, StepDown
 from .sampling import SamplingParams, stream_key
 from .shaping import Decision, block_masks
 from .speculative import MAX_ADAPTIVE, SpeculativeDecoder, check_depth
 from .state import cached_tokens, classify
+from .state.base import pad
 from .stream import MIN_BUCKET, Step, Stream, bucket, decided_row, masked_row
 
 READY = object()  # a row yields it where it waits for its part of a round
@@ -879,9 +880,16 @@ def _row(logits: mx.array, masks: mx.array | None, slot: int, i: int) -> mx.arra
 
 def _with_room(spare: int, x: mx.array, row: mx.array) -> mx.array:
     """``x`` with ``spare`` more slots, each with room for ``row``."""
-    return pad_to(x, (x.shape[0] + spare, *row.shape[1:]))
+    return _pad(x, (x.shape[0] + spare, *row.shape[1:]))
+
+
+def _pad(x: mx.array, shape: Sequence[int]) -> mx.array:
+    """``x`` with zeros behind it along every axis, up to ``shape``."""
+    for axis, size in enumerate(shape):
+        x = pad(x, size, axis)
+    return x
 
 
 def _write(slot: mx.array, x: mx.array, row: mx.array) -> mx.array:
-    row = pad_to(row, (1, *x.shape[1:]))
+    row = _pad(row, (1, *x.shape[1:]))
     return mx.slice_update(x, row, slot, axes=(0,))

@@ -402,13 +402,6 @@ def compiled(function, attended: int):
     return mx.compile(traced)
 
 
-def pad_to(x: mx.array, shape: Sequence[int]) -> mx.array:
-    """``x`` with zeros behind it along every axis, up to ``shape``."""
-    for axis, size in enumerate(shape):
-        x = pad(x, size, axis)
-    return x
-
-
 def _place(given: mx.array, drafts: Drafts) -> Drafts:
     """The drafts with given tokens ``(B, K)`` in them, as the point masses they are."""
     free = given < 0
