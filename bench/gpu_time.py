@@ -81,11 +81,15 @@ def case(rng, V, B, kind):
     }
 
 
-def verify_launches(data, params):
+def verify_launches(data, params, logprobs=True):
     recorder = Recorder()
     values = {name: np.float32(value) for name, value in params.items()}
     Host(recorder).verify_draft(
-        **data, dtype="bfloat16", temperature=np.float32(0.7), **values
+        **data,
+        dtype="bfloat16",
+        temperature=np.float32(0.7),
+        logprobs=logprobs,
+        **values,
     )
     return recorder.launches
 
@@ -153,7 +157,7 @@ def spread(values):
     return (high - low) / middle
 
 
-def measure(machine, V, B, kind, filters):
+def measure(machine, V, B, kind, filters, logprobs=True):
     rng = np.random.default_rng(V + B)
     size = B * (2 * K + 1) * V * 2
     one = case(rng, V, B, kind)
@@ -163,7 +167,7 @@ def measure(machine, V, B, kind, filters):
         again = {name: x.copy() for name, x in one.items()}
         again["uniforms"] = rng.random((B, K + 2), np.float32)
         copies.append(again)
-    operations = [verify_launches(data, FILTERS[filters]) for data in copies]
+    operations = [verify_launches(data, FILTERS[filters], logprobs) for data in copies]
     us = time_graph(machine, operations)
     parts = {}
     for at, name in enumerate(launch[0] for launch in operations[0]):
@@ -175,6 +179,7 @@ def measure(machine, V, B, kind, filters):
         "K": K,
         "rows": kind,
         "filters": filters,
+        "logprobs": logprobs,
         "us": statistics.median(us),
         "spread": spread(us),
         "parts_us": parts,
@@ -201,15 +206,18 @@ def main():
     print(about["gpu"])
     wanted = [(V, B, "model", f) for V, B in SHAPES for f in FILTERS]
     wanted += [(151936, 1, kind, f) for kind in ("ties", "flat") for f in FILTERS]
+    ends = (151936, 1), (248320, 32)
+    wanted += [(*shape, "model", f, False) for shape in ends for f in FILTERS]
     if args.quick:
-        wanted = [w for w in wanted if w[:2] in ((151936, 1), (248320, 32))]
+        wanted = [w for w in wanted if w[:2] in ends]
     results = []
     for shape in wanted:
         r = measure(machine, *shape)
         results.append(r)
         parts = ", ".join(f"{k} {v:.1f}" for k, v in r["parts_us"].items())
         print(
-            f"V={r['V']} B={r['B']} {r['rows']} rows, {r['filters']}: {r['us']:.1f} us "
+            f"V={r['V']} B={r['B']} {r['rows']} rows, {r['filters']}"
+            f"{'' if r['logprobs'] else ', no logprobs'}: {r['us']:.1f} us "
             f"(copy {r['copy_us']:.1f}; {parts})",
             flush=True,
         )

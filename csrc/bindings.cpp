@@ -311,6 +311,7 @@ NB_MODULE(_ext, m) {
          const std::optional<nb::dict>& draft_params,
          const std::optional<mx::array>& draft_lengths,
          const std::optional<mx::array>& allowed,
+         bool logprobs,
          mx::StreamOrDevice s) {
         const std::string op = "verify_draft";
         SamplingParams params = {
@@ -329,6 +330,7 @@ NB_MODULE(_ext, m) {
             draft,
             draft_lengths,
             allowed,
+            logprobs,
             s);
       },
       "target_logits"_a,
@@ -345,6 +347,7 @@ NB_MODULE(_ext, m) {
       "draft_params"_a = nb::none(),
       "draft_lengths"_a = nb::none(),
       "allowed"_a = nb::none(),
+      "logprobs"_a = true,
       "stream"_a = nb::none(),
       nb::sig(
           "def verify_draft(target_logits: mlx.core.array, "
@@ -360,6 +363,7 @@ NB_MODULE(_ext, m) {
           "draft_params: dict | None = None, "
           "draft_lengths: mlx.core.array | None = None, "
           "allowed: mlx.core.array | None = None, "
+          "logprobs: bool = True, "
           "stream: None | mlx.core.Stream | mlx.core.Device = None) "
           "-> tuple[mlx.core.array, mlx.core.array, mlx.core.array]"),
       R"pbdoc(
@@ -412,6 +416,8 @@ NB_MODULE(_ext, m) {
               ``(B,)``, any integer dtype. Default: ``None``, ``K``.
             allowed (array, optional): Bit mask of the target, shape
               ``(B, T, (V + 31) // 32)``, as in :func:`sample`. Default: ``None``.
+            logprobs (bool): Whether to compute the log-probabilities.
+              Default: ``True``.
             stream (Stream, optional): Stream or device. Default: ``None``.
 
         Returns:
@@ -420,7 +426,7 @@ NB_MODULE(_ext, m) {
             ``(B,)`` int32: ``accepted + 1`` tokens are emitted. The
             log-softmax of the target at the emitted tokens, after the mask,
             before temperature and filters, shape ``(B, T)`` float32, 0 after the
-            last one.
+            last one; shape ``(B, 0)`` without ``logprobs``.
 
         Raises:
             ValueError: A shape, a dtype or a number does not fit, or filtered

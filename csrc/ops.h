@@ -65,7 +65,8 @@ std::pair<mx::array, mx::array> sample(
 // -> tokens [B, T] int32, -1 after the last emitted one
 //    accepted [B] int32, -1 for a sequence whose rows are unusable
 //    logprobs [B, T] float32 of the emitted tokens: the target's log-softmax
-//    after masks, before temperature and filters; 0 after the last one
+//    after masks, before temperature and filters; 0 after the last one; [B, 0]
+//    if they are not wanted
 // Rows after the first rejection do not count. Without draft_stats the draft
 // has the temperature of draft_params, else of the target, and no filters. At
 // target temperature 0 the draft logits are not read.
@@ -79,6 +80,7 @@ std::tuple<mx::array, mx::array, mx::array> verify_draft(
     const std::optional<SamplingParams>& draft_params = std::nullopt,
     const std::optional<mx::array>& draft_lengths = std::nullopt,
     const std::optional<mx::array>& allowed = std::nullopt,
+    bool logprobs = true,
     mx::StreamOrDevice s = {});
 
 // Coupled verification: the token at a position is the argmax over the shaped

@@ -139,10 +139,12 @@ class VerifyDraft : public mx::Primitive {
       mx::Stream stream,
       bool temperature_first,
       bool filtered,
+      bool logprobs,
       Optional has)
       : mx::Primitive(stream),
         temperature_first_(temperature_first),
         filtered_(filtered),
+        logprobs_(logprobs),
         has_(has) {}
 
   void eval_cpu(
@@ -162,6 +164,7 @@ class VerifyDraft : public mx::Primitive {
  private:
   bool temperature_first_;
   bool filtered_; // as in Sample
+  bool logprobs_;
   Optional has_;
 };
 

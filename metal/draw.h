@@ -240,34 +240,23 @@ METAL_FUNC Pick pick_chunk(PartialWeights x, int chunks, ulong u, uint lane) {
   return Pick{begin, threshold};
 }
 
-// The weight of the logits [begin, end), a part. By one simdgroup, in every
-// lane.
-template <typename T, bool FILTERED>
-METAL_FUNC ulong
-sum_part(Weights<T, FILTERED> x, int begin, int end, uint lane) {
-  end = metal::min(end, x.target.size);
-  ulong sum = 0;
-#pragma unroll 2
-  for (int id = begin; id < end; id += GROUP) {
-    sum += weights8(x, id + int(lane) * 8).sum;
-  }
-  return simd_total(sum);
-}
+// Instead of a group: no group has a weight; another simdgroup has it.
+constant constexpr int NOWHERE = -1;
+constant constexpr int ELSEWHERE = -2;
 
-// The part at quantile u and what is left of the threshold there, -1 if all
-// weights are 0.
-METAL_FUNC Pick pick_part(
+// The group at quantile u and what is left of the threshold there, in one
+// simdgroup.
+METAL_FUNC Pick pick_group(
     const device ulong* weights,
-    int parts,
+    int groups,
     ulong u,
     threadgroup ulong* sums,
-    threadgroup Pick* result,
     Team team) {
-  int each = (parts + int(team.threads) - 1) / int(team.threads);
-  int begin = metal::min(int(team.thread_index) * each, parts);
-  int end = metal::min(begin + each, parts);
+  int each = (groups + int(team.threads) - 1) / int(team.threads);
+  int begin = metal::min(int(team.thread_index) * each, groups);
+  int end = metal::min(begin + each, groups);
   ulong sum = 0;
-#pragma unroll 4
+#pragma unroll 1
   for (int i = begin; i < end; ++i) {
     sum += weights[i];
   }
@@ -279,61 +268,20 @@ METAL_FUNC Pick pick_part(
   ulong mine = team.lane < team.simdgroups ? sums[team.lane] : 0ul;
   ulong all = simd_prefix(mine, team.lane);
   Pick owner = pick(mine, all, scale_by(shuffle(all, 31), u));
-  if (int(team.simdgroup) == owner.lane) {
-    Pick found = pick(sum, prefix, owner.rest);
-    if (int(team.lane) == found.lane) {
-      int part = begin;
-      while (part + 1 < end && weights[part] <= found.rest) {
-        found.rest -= weights[part];
-        ++part;
-      }
-      *result = Pick{part, found.rest};
+  if (owner.lane != int(team.simdgroup)) {
+    return Pick{owner.lane < 0 ? NOWHERE : ELSEWHERE, 0ul};
+  }
+  Pick found = pick(sum, prefix, owner.rest);
+  begin = simd_shuffle(begin, ushort(found.lane));
+  end = metal::min(begin + each, groups);
+  Pick group = {begin, found.rest};
+  for (int i = begin; i + 1 < end && weights[i] <= found.rest; ++i) {
+    found.rest -= weights[i];
+    if (weights[i + 1] > 0) {
+      group = Pick{i + 1, found.rest};
     }
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  Pick part = {-1, 0ul};
-  if (owner.lane >= 0) {
-    part = *result;
-  }
-  return part;
-}
-
-// The id in the part [begin, end) where the running sum passes `threshold`.
-// Each simdgroup reads a group.
-template <typename T, bool FILTERED>
-METAL_FUNC int find_in_part(
-    Weights<T, FILTERED> x,
-    int begin,
-    int end,
-    ulong threshold,
-    threadgroup ulong* sums,
-    threadgroup int* result,
-    Team team) {
-  end = metal::min(end, x.target.size);
-  int step = int(team.simdgroups) * GROUP;
-#pragma unroll 1
-  for (int base = begin; base < end; base += step) {
-    int first = base + int(team.simdgroup) * GROUP;
-    int id = first + int(team.lane) * 8;
-    EightWeights w = {};
-    if (first < end) {
-      w = weights8(x, id);
-    }
-    Shares shares = gather_shares(w.sum, sums, team);
-    if (shares.total > threshold) {
-      Pick owner = pick(shares.mine, shares.prefix, threshold);
-      if (int(team.simdgroup) == owner.lane) {
-        int found = find_in_group(w, id, owner.rest, team.lane);
-        if (team.lane == 0) {
-          *result = found;
-        }
-      }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      return *result;
-    }
-    threshold -= shares.total;
-  }
-  return -1;
+  return group;
 }
 
 // The id at quantile u of the weights of a row, -1 if they are all 0.
@@ -397,22 +345,25 @@ METAL_FUNC int draw_few(
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   ulong total = 0;
-#pragma unroll 4
-  for (int j = 0; j < count; ++j) {
-    total += weights[j];
+#pragma unroll 1
+  for (int first = 0; first < count; first += 32) {
+    int i = first + int(team.lane);
+    total += simd_total(i < count ? weights[i] : 0ul);
   }
   if (total == 0) {
     return -1;
   }
+  // A uniform of 1 takes the last one.
   ulong threshold = metal::min(scale_by(total, u), total - 1ul);
   for (int i = int(team.thread_index); i < count; i += int(team.threads)) {
+    int id = ids[i];
     ulong before = 0;
 #pragma unroll 4
     for (int j = 0; j < count; ++j) {
-      before += ids[j] < ids[i] ? weights[j] : 0ul;
+      before += ids[j] < id ? weights[j] : 0ul;
     }
     if (before <= threshold && threshold < before + weights[i]) {
-      *result = ids[i];
+      *result = id;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -42,13 +42,13 @@ METAL_FUNC ulong shuffle(ulong x, uint lane) {
   return (ulong(high) << 32) | ulong(low);
 }
 
+// By parts of 27 bits, of which 32 add up in a word.
 METAL_FUNC ulong simd_total(ulong x) {
-  for (ushort delta = 16; delta > 0; delta /= 2) {
-    uint low = simd_shuffle_xor(uint(x), delta);
-    uint high = simd_shuffle_xor(uint(x >> 32), delta);
-    x += (ulong(high) << 32) | ulong(low);
-  }
-  return x;
+  uint mask = (1u << 27) - 1u;
+  ulong low = simd_sum(uint(x) & mask);
+  ulong middle = simd_sum(uint(x >> 27) & mask);
+  ulong high = simd_sum(uint(x >> 54));
+  return low + (middle << 27) + (high << 54);
 }
 
 METAL_FUNC ulong simd_prefix(ulong x, uint lane) {

@@ -67,9 +67,8 @@ struct VerifyDraftParams {
   int vocab; // V
   int chunk; // logits a threadgroup of verify_draft_partials, a multiple of 256
   int chunks; // ceil(V / chunk)
-  int part; // logits of which the draw knows the weight, a multiple of 256
-  int parts; // ceil(V / part)
   int groups; // ceil(V / 256)
+  int part; // groups whose weights a simdgroup of verify_draft_residual sums
   int batch; // B
   int drafts; // K
   int filtered; // 0 only if no row has a filter
@@ -78,6 +77,7 @@ struct VerifyDraftParams {
   int has_draft_stats;
   int has_draft_lengths;
   int has_allowed;
+  int has_logprobs; // 0: they are not wanted
   int aligned; // every row of target and draft starts at a multiple of 16 bytes
   // Strides in elements. The last axes of the logits, uniforms, draft_stats and
   // allowed are contiguous.

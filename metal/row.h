@@ -188,10 +188,16 @@ add(Partial a, Eights<N> some, int id, int step, Scaling scaling) {
     }
     return a;
   }
-  for (int i = 0; i < 8 * N; ++i) {
-    float z = some.x[i / 8].z[i % 8];
-    float e = metal::exp2((z - a.max) * factor);
-    a.scaled_sum += z < scaling.floor ? 0.0f : e;
+  if (scaling.floor > -INFINITY) {
+    for (int i = 0; i < 8 * N; ++i) {
+      float z = some.x[i / 8].z[i % 8];
+      float e = metal::exp2((z - a.max) * factor);
+      a.scaled_sum += z < scaling.floor ? 0.0f : e;
+    }
+  } else {
+    for (int i = 0; i < 8 * N; ++i) {
+      a.scaled_sum += metal::exp2((some.x[i / 8].z[i % 8] - a.max) * factor);
+    }
   }
   a.sum = a.scaled_sum;
   return a;
@@ -208,6 +214,14 @@ METAL_FUNC Partial simd_merge(Partial a, float inv_t) {
       simd_min(best)};
 }
 
+// The partials of a row. Each lane has read its first two.
+struct Partials {
+  const device Partial* all;
+  int count;
+  Partial first;
+  Partial second;
+};
+
 METAL_FUNC Partial load_partial(const device Partial* x, int i, int count) {
   Partial a = empty_partial();
   if (i < count) {
@@ -216,16 +230,18 @@ METAL_FUNC Partial load_partial(const device Partial* x, int i, int count) {
   return a;
 }
 
+METAL_FUNC Partials
+read_partials(const device Partial* all, int count, uint lane) {
+  Partial first = load_partial(all, int(lane), count);
+  return Partials{all, count, first, load_partial(all, int(lane) + 32, count)};
+}
+
 // The sums of a whole row, in every lane of a simdgroup.
-METAL_FUNC Partial
-combine(const device Partial* partials, int chunks, float inv_t, uint lane) {
-  // Both are read before one is used.
-  Partial a = load_partial(partials, int(lane), chunks);
-  Partial b = load_partial(partials, int(lane) + 32, chunks);
-  a = merge(a, b, inv_t);
+METAL_FUNC Partial combine(Partials x, float inv_t, uint lane) {
+  Partial a = merge(x.first, x.second, inv_t);
 #pragma unroll 1
-  for (int i = int(lane) + 64; i < chunks; i += 32) {
-    a = merge(a, partials[i], inv_t);
+  for (int i = int(lane) + 64; i < x.count; i += 32) {
+    a = merge(a, x.all[i], inv_t);
   }
   return simd_merge(a, inv_t);
 }

@@ -104,8 +104,10 @@ kernel void sample_draw(
   ulong u = fine_uniform(pair[0], pair[1]);
 
   float inv_t = inverse_temperature(sampling.temperature);
-  Partial whole =
-      combine(partials, params.chunks, finite_inverse(inv_t), team.lane);
+  Partial whole = combine(
+      read_partials(partials, params.chunks, team.lane),
+      finite_inverse(inv_t),
+      team.lane);
   Density d = make_density(whole, inv_t, -INFINITY);
   if (FILTERED) {
     Maxima groups = {maxima, params.groups};

@@ -346,41 +346,46 @@ METAL_FUNC float find_bound(
   return bin < 0 || bin == BINS - 1 ? -INFINITY : end_of_bin(top, bin);
 }
 
-// The same bound where k logits are the target. Each turn narrows 4 times.
+// Candidates that a row may have in threadgroup memory.
+constant constexpr int FEW = 512;
+
+// The same bound where k logits are the target: k of FEW sets of groups reach
+// it. Each turn tries 16 ends of bins.
 METAL_FUNC float find_count_bound(
     Maxima maxima,
     float top,
     int k,
+    threadgroup float* largest, // FEW
     threadgroup atomic_uint* counts,
     Team team) {
-  for (uint i = team.thread_index; i < 12; i += team.threads) {
-    atomic_store_explicit(&counts[i], 0u, memory_order_relaxed);
+  for (int i = int(team.thread_index); i < FEW; i += int(team.threads)) {
+    float z = -INFINITY;
+    for (int j = i; j < maxima.size; j += FEW) {
+      z = metal::max(z, maxima.data[j]);
+    }
+    largest[i] = z;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   int bin = 0;
-  for (int width = BINS / 4; width > 0; width /= 4) {
-    uint found[3] = {0, 0, 0};
-    int end = maxima.size + int(team.lane); // the same turns for all lanes
-    for (int i = int(team.thread_index); i < end; i += int(team.threads)) {
-      float z = maxima.data[metal::min(i, maxima.size - 1)];
-      for (int j = 0; j < 3; ++j) {
-        float t = end_of_bin(top, bin + (j + 1) * width - 1);
-        found[j] += metal::popcount(lanes_where(i < maxima.size && z >= t));
+#pragma unroll 1
+  for (int width = BINS / 16; width > 0; width /= 16) {
+    for (int j = int(team.simdgroup); j < 16; j += int(team.simdgroups)) {
+      float t = end_of_bin(top, bin + (j + 1) * width - 1);
+      uint count = 0;
+      for (int i = int(team.lane); i < FEW; i += 32) {
+        count += largest[i] >= t ? 1u : 0u;
       }
-    }
-    for (int j = 0; j < 3; ++j) {
+      count = simd_sum(count);
       if (team.lane == 0) {
-        atomic_fetch_add_explicit(&counts[j], found[j], memory_order_relaxed);
+        atomic_store_explicit(&counts[j], count, memory_order_relaxed);
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    int j = 0;
-    while (j < 3 &&
-           atomic_load_explicit(&counts[j], memory_order_relaxed) < uint(k)) {
-      ++j;
-    }
-    bin += j * width;
-    counts += 3;
+    uint lane = metal::min(team.lane, 15u);
+    uint count = atomic_load_explicit(&counts[lane], memory_order_relaxed);
+    uint reached = lanes_where(count >= uint(k)) | (1u << 15);
+    bin += int(metal::ctz(reached)) * width;
+    counts += 16;
   }
   return bin == BINS - 1 ? -INFINITY : end_of_bin(top, bin);
 }
@@ -420,8 +425,6 @@ METAL_FUNC float cut_bound(Density d, float top_p, int size) {
 
 // The largest logits of a row in threadgroup memory, in any order, where they
 // are not more than FEW. What is asked of them is counted pair by pair.
-constant constexpr int FEW = 512;
-
 struct Few {
   threadgroup int* ids;
   threadgroup float* z;
@@ -431,28 +434,28 @@ struct Few {
   int count;
 };
 
-// Those of a group that are at least `bottom`. By one simdgroup.
-METAL_FUNC void
-collect_group(Few few, Eight e, int id, float bottom, uint lane) {
-  uint below = (1u << lane) - 1u;
-  uint total = 0;
-  uint before[8];
+// Those of 8 logits that are at least `bottom`.
+METAL_FUNC void collect_eight(Few few, Eight e, int id, float bottom) {
+  uint hits = 0;
   for (int i = 0; i < 8; ++i) {
-    uint hits = lanes_where(e.z[i] >= bottom);
-    before[i] = total + metal::popcount(hits & below);
-    total += metal::popcount(hits);
+    hits |= e.z[i] >= bottom ? 1u << i : 0u;
   }
-  uint at = 0;
-  if (lane == 0) {
-    at = atomic_fetch_add_explicit(&few.shared[0], total, memory_order_relaxed);
+  if (hits == 0) {
+    return;
   }
-  at = simd_shuffle(at, ushort(0));
+  uint at = atomic_fetch_add_explicit(
+      &few.shared[0], metal::popcount(hits), memory_order_relaxed);
   for (int i = 0; i < 8; ++i) {
-    if (e.z[i] >= bottom && at + before[i] < uint(FEW)) {
-      few.ids[at + before[i]] = id + i;
-      few.z[at + before[i]] = e.z[i];
+    if (((hits >> i) & 1u) != 0 && at < uint(FEW)) {
+      few.ids[at] = id + i;
+      few.z[at] = e.z[i];
+      ++at;
     }
   }
+}
+
+METAL_FUNC int group_at(threadgroup atomic_uint* list, int i) {
+  return int(atomic_load_explicit(&list[i], memory_order_relaxed));
 }
 
 // {z >= bottom}. Only `count` is of use if it is more than FEW. `list` is for
@@ -485,14 +488,23 @@ METAL_FUNC Few collect(
   if (hot > FEW) {
     return few;
   }
-#pragma unroll 2
-  for (int i = int(team.simdgroup); i < hot; i += int(team.simdgroups)) {
-    int group = int(atomic_load_explicit(&list[i], memory_order_relaxed));
-    int id = group * GROUP + int(team.lane) * 8;
-    collect_group(few, load8(x.row, id), id, bottom, team.lane);
+  int step = int(team.simdgroups);
+#pragma unroll 1
+  for (int i = int(team.simdgroup); i < hot; i += 2 * step) {
+    // Both groups are read before one is used.
+    int second = i + step < hot ? i + step : i;
+    int id = group_at(list, i) * GROUP + int(team.lane) * 8;
+    int next = group_at(list, second) * GROUP + int(team.lane) * 8;
+    Eight e = load8(x.row, id);
+    Eight f = load8(x.row, next);
+    collect_eight(few, e, id, bottom);
+    if (second != i) {
+      collect_eight(few, f, next, bottom);
+    }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   few.count = int(atomic_load_explicit(&few.shared[0], memory_order_relaxed));
+#pragma unroll 1
   for (int i = int(team.thread_index); i < metal::min(few.count, FEW);
        i += int(team.threads)) {
     few.weights[i] = weight_of(x.density, false, few.z[i]);
@@ -516,7 +528,7 @@ struct Rank {
 
 METAL_FUNC Rank rank_of(Few few, int i) {
   Rank rank = {0, 0, 0, 0};
-  float z = few.z[metal::min(i, few.count - 1)];
+  float z = few.z[i];
 #pragma unroll 4
   for (int j = 0; j < few.count; ++j) {
     float other = few.z[j];
@@ -584,7 +596,10 @@ struct Workspace {
 // The threshold of top-k and top-p over few logits, weighted for top-p.
 METAL_FUNC Found threshold_of_few(Few few, Sampling params, int k, Team team) {
   Found t = {-INFINITY, ONE};
-  Rank mine = rank_of(few, int(team.thread_index));
+  Rank mine = {0, 0, 0, 0};
+  if (int(team.thread_index) < few.count) {
+    mine = rank_of(few, int(team.thread_index));
+  }
   if (k > 0) {
     t = find_few(few, mine, -INFINITY, true, ulong(k), team);
   }
@@ -662,7 +677,8 @@ METAL_FUNC Density apply_filters(
   int k = has_top_k ? int(params.top_k) : 0;
   float bottom = -INFINITY;
   if (has_top_k) {
-    bottom = find_count_bound(maxima, d.ref, k, work.histogram, team);
+    bottom =
+        find_count_bound(maxima, d.ref, k, work.few.z, work.histogram, team);
   } else if (params.top_p < 1.0f) {
     ulong target = scale_by(ONE, fine_uniform(params.top_p, 0.0f));
     WeightedMaxima largest = {maxima, x.density};

@@ -47,9 +47,9 @@ METAL_FUNC Density coupled_density(
     return densities[b * (params.drafts + 1) + i];
   }
   float inv_t = inverse_temperature(temperature[b * params.temperature_stride]);
+  long r = long(b) * (params.drafts + 1) + i;
   Partial whole = combine(
-      target_partials(partials, params, b, i),
-      params.chunks,
+      read_partials(partials + r * params.chunks, params.chunks, lane),
       finite_inverse(inv_t),
       lane);
   return make_density(whole, inv_t, -INFINITY);
@@ -67,7 +67,7 @@ kernel void verify_coupled_race(
     const device float* maxima [[buffer(13)]],
     const device Density* densities [[buffer(14)]],
     device Racer* racers [[buffer(16)]],
-    constant VerifyCoupledParams& params [[buffer(20)]],
+    constant VerifyCoupledParams& params [[buffer(21)]],
     uint3 position [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint3 threads [[threads_per_threadgroup]]) {
@@ -141,10 +141,10 @@ kernel void verify_coupled_finish(
     const device Partial* partials [[buffer(12)]],
     const device Density* densities [[buffer(14)]],
     const device Racer* racers [[buffer(16)]],
-    device int* tokens [[buffer(17)]],
-    device int* accepted [[buffer(18)]],
-    device float* logprobs [[buffer(19)]],
-    constant VerifyCoupledParams& params [[buffer(20)]],
+    device int* tokens [[buffer(18)]],
+    device int* accepted [[buffer(19)]],
+    device float* logprobs [[buffer(20)]],
+    constant VerifyCoupledParams& params [[buffer(21)]],
     uint position [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint threads [[threads_per_threadgroup]]) {

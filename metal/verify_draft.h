@@ -1,8 +1,8 @@
 // Exact verification of drafted tokens. First dispatch: the sums of every chunk
 // of every row. Second, without filters: every threadgroup finds the row where
 // its sequence stops and sums some parts of what is drawn there; with filters:
-// one threadgroup a target row finds its threshold. Third: one threadgroup a
-// sequence draws and writes the results.
+// one threadgroup a target row finds its threshold and decides about its draft.
+// Third: one threadgroup a sequence draws and writes the results.
 #pragma once
 
 #include "draw.h"
@@ -19,9 +19,9 @@ struct VerifyInputs {
   const device float* draft_stats;
   const device int* draft_lengths;
   const device uint* allowed;
-  const device Partial* partials;
+  const device Partial* partials; // the target's rows, then the draft's
   const device float* maxima; // with filters
-  const device Density* densities; // with filters
+  const device float* drafted; // each row's logit of its draft
 };
 
 METAL_FUNC int draft_length(
@@ -31,6 +31,15 @@ METAL_FUNC int draft_length(
   return params.has_draft_lengths != 0
       ? draft_lengths[long(b) * params.lengths_stride]
       : params.drafts;
+}
+
+METAL_FUNC int draft_token(
+    const device int* draft_tokens,
+    constant VerifyDraftParams& params,
+    int b,
+    int i) {
+  return draft_tokens
+      [long(b) * params.tokens_strides[0] + long(i) * params.tokens_strides[1]];
 }
 
 template <typename T>
@@ -66,26 +75,6 @@ METAL_FUNC Row<T> draft_row(
       false};
 }
 
-// Rows of partials: the B * T of the target, then the B * K of the draft.
-METAL_FUNC const device Partial* target_partials(
-    const device Partial* partials,
-    constant VerifyDraftParams& params,
-    int b,
-    int i) {
-  long r = long(b) * (params.drafts + 1) + i;
-  return partials + r * params.chunks;
-}
-
-METAL_FUNC const device Partial* draft_partials(
-    const device Partial* partials,
-    constant VerifyDraftParams& params,
-    int b,
-    int i) {
-  long r =
-      long(params.batch) * (params.drafts + 1) + long(b) * params.drafts + i;
-  return partials + r * params.chunks;
-}
-
 // 1 / temperature and threshold of what draft i was drawn from, see
 // inverse_temperature(). The log-sum-exp in the stats is too coarse at low
 // temperatures: it is summed anew.
@@ -109,6 +98,7 @@ template <typename T>
 kernel void verify_draft_partials(
     const device T* target_logits [[buffer(0)]],
     const device T* draft_logits [[buffer(1)]],
+    const device int* draft_tokens [[buffer(2)]],
     const device float* temperature [[buffer(4)]],
     const device float* draft_temperature [[buffer(8)]],
     const device float* draft_stats [[buffer(9)]],
@@ -116,7 +106,8 @@ kernel void verify_draft_partials(
     const device uint* allowed [[buffer(11)]],
     device Partial* partials [[buffer(12)]],
     device float* maxima [[buffer(13)]],
-    constant VerifyDraftParams& params [[buffer(20)]],
+    device float* drafted [[buffer(17)]],
+    constant VerifyDraftParams& params [[buffer(21)]],
     uint3 position [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint3 threads [[threads_per_threadgroup]]) {
@@ -133,98 +124,41 @@ kernel void verify_draft_partials(
     return;
   }
   Team team = make_team(thread_index, threads.x);
-  Share<T> share = share_of(
-      draft ? draft_row(draft_logits, allowed, params, b, i)
-            : target_row(target_logits, allowed, params, b, i),
-      int(position.y),
-      params.chunk,
-      team);
+  int chunk = int(position.y);
+  Row<T> row = draft ? draft_row(draft_logits, allowed, params, b, i)
+                     : target_row(target_logits, allowed, params, b, i);
+  Share<T> share = share_of(row, chunk, params.chunk, team);
   // Read before what waits for the temperature.
   Eights<BATCH> some = load_batch(share, share.begin, team.lane);
+  // The logit of the draft, if it is one of these.
+  bool here = false;
+  float z = 0.0f;
+  if (i < metal::min(length, params.drafts)) {
+    int token = draft_token(draft_tokens, params, b, i);
+    token = token >= 0 && token < params.vocab ? token : 0;
+    here = token >= chunk * params.chunk && token < share.end;
+    z = here ? load1(row, token) : 0.0f;
+  }
+  // Of the logits as they are: for log-probabilities and filters before the
+  // temperature.
+  bool plain = params.has_logprobs != 0 || params.temperature_first == 0;
   Scaling scaling = draft
       ? draft_scaling(draft_stats, draft_temperature, params, b, i)
       : make_scaling(
             inverse_temperature(temperature[b * params.temperature_stride]),
             -INFINITY,
-            true);
+            plain);
   reduce_chunk(
       share,
       some,
       scaling,
       params.filtered != 0 && !draft,
       maxima + long(r) * params.groups,
-      partials + long(r) * params.chunks + int(position.y),
+      partials + long(r) * params.chunks + chunk,
       scratch,
       team);
-}
-
-// An id and its logit in one word.
-METAL_FUNC ulong make_candidate(int id, float z) {
-  return (ulong(uint(id)) << 32) | ulong(as_type<uint>(z));
-}
-
-METAL_FUNC int candidate_id(ulong x) {
-  return int(uint(x >> 32));
-}
-
-METAL_FUNC float candidate_logit(ulong x) {
-  return as_type<float>(uint(x));
-}
-
-template <typename T>
-kernel void verify_draft_threshold(
-    const device T* target_logits [[buffer(0)]],
-    const device float* temperature [[buffer(4)]],
-    const device float* top_k [[buffer(5)]],
-    const device float* top_p [[buffer(6)]],
-    const device float* min_p [[buffer(7)]],
-    const device int* draft_lengths [[buffer(10)]],
-    const device uint* allowed [[buffer(11)]],
-    const device Partial* partials [[buffer(12)]],
-    const device float* maxima [[buffer(13)]],
-    device Density* densities [[buffer(14)]],
-    device ulong* few [[buffer(15)]],
-    constant VerifyDraftParams& params [[buffer(20)]],
-    uint r [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]],
-    uint threads [[threads_per_threadgroup]]) {
-  TG_ARRAY(atomic_uint, histogram, 2 * BINS);
-  TG_ARRAY(ulong, sums, 32);
-  TG_ARRAY(int, ids, FEW);
-  TG_ARRAY(float, candidates, FEW);
-  TG_ARRAY(ulong, weights, FEW);
-  TG_ARRAY(atomic_uint, shared, 8);
-  Team team = make_team(thread_index, threads);
-  int b = int(r) / (params.drafts + 1);
-  int i = int(r) % (params.drafts + 1);
-  if (i > draft_length(draft_lengths, params, b)) {
-    return;
-  }
-  Sampling sampling = {
-      temperature[b * params.temperature_stride],
-      top_k[b * params.top_k_stride],
-      top_p[b * params.top_p_stride],
-      min_p[b * params.min_p_stride],
-      params.temperature_first != 0};
-  Partial whole = combine(
-      target_partials(partials, params, b, i),
-      params.chunks,
-      finite_inverse(inverse_temperature(sampling.temperature)),
-      team.lane);
-  Maxima groups = {maxima + long(r) * params.groups, params.groups};
-  Density d = apply_filters(
-      target_row(target_logits, allowed, params, b, i),
-      groups,
-      whole,
-      sampling,
-      Workspace{
-          histogram, sums, Few{ids, candidates, weights, shared, FEW + 1}},
-      team);
-  for (int j = int(team.thread_index); j < d.few; j += int(team.threads)) {
-    few[long(r) * FEW + j] = make_candidate(ids[j], candidates[j]);
-  }
-  if (team.thread_index == 0) {
-    densities[r] = d;
+  if (here && team.thread_index == 0) {
+    drafted[r] = z;
   }
 }
 
@@ -246,62 +180,56 @@ METAL_FUNC Decision unusable_decision() {
   return Decision{d, d, -1, 0, 0, 0.0f};
 }
 
-// What happens in row i if all drafts before it were accepted, in every lane.
+// What a decision about row i needs to know of its draft.
+struct Drafted {
+  int token;
+  float u;
+  float z; // logits of the draft: in the target,
+  float y; // in the draft
+  Scaling scaling;
+  Partial row; // the sums of the draft logits
+};
+
+// In every lane.
 template <typename T, bool FILTERED>
-METAL_FUNC Decision judge(
+METAL_FUNC Drafted read_drafted(
     VerifyInputs<T, FILTERED> in,
     constant VerifyDraftParams& params,
     int b,
     int i,
     int length,
     uint lane) {
-  // As far as possible no read waits for another one.
-  int token = 0;
-  float u = 0.0f;
-  if (i < length) {
-    token = in.draft_tokens
-                [long(b) * params.tokens_strides[0] +
-                 long(i) * params.tokens_strides[1]];
-    u = in.uniforms[long(b) * params.uniforms_stride + i];
-  }
-  const device Partial* of_target = target_partials(in.partials, params, b, i);
-  const device Partial* of_draft = draft_partials(in.partials, params, b, i);
+  int row = params.batch * (params.drafts + 1) + b * params.drafts + i;
   bool has_draft = params.has_draft_logits != 0 && i < length;
-  int j = int(lane);
-  int target_chunks = FILTERED ? 0 : params.chunks;
-  int draft_chunks = has_draft ? params.chunks : 0;
-  Partial target = load_partial(of_target, j, target_chunks);
-  Partial more_target = load_partial(of_target, j + 32, target_chunks);
-  Partial draft = load_partial(of_draft, j, draft_chunks);
-  Partial more_draft = load_partial(of_draft, j + 32, draft_chunks);
-  bool in_range = token >= 0 && token < params.vocab;
-  int id = in_range ? token : 0;
-  float z = load1(target_row(in.target_logits, in.allowed, params, b, i), id);
-  float y = 0.0f;
-  Scaling scaling = make_scaling(INFINITY, -INFINITY, false);
+  Partials partials = read_partials(
+      in.partials + long(row) * params.chunks,
+      has_draft ? params.chunks : 0,
+      lane);
+  Scaling greedy = make_scaling(INFINITY, -INFINITY, false);
+  Drafted x = {0, 0.0f, 0.0f, 0.0f, greedy, empty_partial()};
+  if (i < length) {
+    x.token = draft_token(in.draft_tokens, params, b, i);
+    x.u = in.uniforms[long(b) * params.uniforms_stride + i];
+    x.z = in.drafted[b * (params.drafts + 1) + i];
+  }
   if (has_draft) {
-    y = load1(draft_row(in.draft_logits, in.allowed, params, b, i), id);
-    scaling = draft_scaling(in.draft_stats, in.draft_temperature, params, b, i);
+    x.y = in.drafted[row];
+    x.scaling =
+        draft_scaling(in.draft_stats, in.draft_temperature, params, b, i);
   }
-  float inv_t =
-      inverse_temperature(in.temperature[b * params.temperature_stride]);
-  float finite = finite_inverse(inv_t);
-  target = merge(target, more_target, finite);
-  draft = merge(draft, more_draft, scaling.inv_t);
-#pragma unroll 1
-  for (j += 64; j < params.chunks; j += 32) {
-    target = merge(target, load_partial(of_target, j, target_chunks), finite);
-    draft =
-        merge(draft, load_partial(of_draft, j, draft_chunks), scaling.inv_t);
-  }
-  target = simd_merge(target, finite);
-  draft = simd_merge(draft, scaling.inv_t);
+  x.row = combine(partials, x.scaling.inv_t, lane);
+  return x;
+}
+
+// What happens in row i if all drafts before it were accepted.
+METAL_FUNC Decision judge(
+    constant VerifyDraftParams& params,
+    int i,
+    int length,
+    Density target,
+    Drafted x) {
   Decision d = unusable_decision();
-  if (FILTERED) {
-    d.target = in.densities[b * (params.drafts + 1) + i];
-  } else {
-    d.target = make_density(target, inv_t, -INFINITY);
-  }
+  d.target = target;
   if (d.target.usable == 0) {
     return d;
   }
@@ -310,43 +238,44 @@ METAL_FUNC Decision judge(
     d.bonus = 1;
     return d;
   }
-  if (!in_range) {
+  if (x.token < 0 || x.token >= params.vocab) {
     return d;
   }
-  float p = probability(d.target, token, z);
+  float p = probability(d.target, x.token, x.z);
   bool accepted = p > 0.0f;
   if (d.target.point < 0) {
     bool has_stats = params.has_draft_stats != 0;
-    d.draft = make_draft_density(draft, scaling, has_stats, token);
+    d.draft = make_draft_density(x.row, x.scaling, has_stats, x.token);
     float q = 1.0f;
     if (d.draft.usable != 0 && d.draft.point < 0) {
       // A probability may be too small for a float: what was kept counts.
-      bool usable = is_kept(d.draft, y) && !is_unusable(y);
+      bool usable = is_kept(d.draft, x.y) && !is_unusable(x.y);
       d.draft.usable = usable ? 1 : 0;
-      q = probability(d.draft, token, y);
+      q = probability(d.draft, x.token, x.y);
     }
     if (d.draft.usable == 0) {
       return d;
     }
-    accepted = u * metal::min(q, 1.0f) < p;
+    accepted = x.u * metal::min(q, 1.0f) < p;
     if (!accepted && d.draft.flawed != 0) {
       return d;
     }
   }
   d.row = i;
   d.accepted = accepted ? 1 : 0;
-  d.z = z;
+  d.z = x.z;
   return d;
 }
 
-// Where sequence b stops, in every thread. Each simdgroup judges one row at a
-// time. With `logprobs` wanted, those of the accepted drafts are written.
-template <typename T, bool FILTERED>
+// Without filters: where sequence b stops, in every thread. Each simdgroup
+// judges one row at a time. With `write_logprobs`, those of the accepted drafts
+// are written.
+template <typename T>
 METAL_FUNC Decision decide(
-    VerifyInputs<T, FILTERED> in,
+    VerifyInputs<T, false> in,
     constant VerifyDraftParams& params,
     int b,
-    bool want_logprobs,
+    bool write_logprobs,
     device float* logprobs,
     threadgroup Decision* rows,
     Team team) {
@@ -358,7 +287,16 @@ METAL_FUNC Decision decide(
   for (int first = 0; first <= length; first += step) {
     int i = first + int(team.simdgroup);
     if (i <= length) {
-      Decision mine = judge(in, params, b, i, length, team.lane);
+      Partials target = read_partials(
+          in.partials + (long(b) * (params.drafts + 1) + i) * params.chunks,
+          params.chunks,
+          team.lane);
+      Drafted drafted = read_drafted(in, params, b, i, length, team.lane);
+      float inv_t =
+          inverse_temperature(in.temperature[b * params.temperature_stride]);
+      Partial whole = combine(target, finite_inverse(inv_t), team.lane);
+      Density density = make_density(whole, inv_t, -INFINITY);
+      Decision mine = judge(params, i, length, density, drafted);
       if (team.lane == 0) {
         rows[team.simdgroup] = mine;
       }
@@ -370,7 +308,7 @@ METAL_FUNC Decision decide(
       ++stop;
     }
     int mine = int(team.thread_index);
-    if (want_logprobs && mine < stop) {
+    if (write_logprobs && mine < stop) {
       logprobs[long(b) * (params.drafts + 1) + first + mine] =
           log_softmax(rows[mine].target, rows[mine].z);
     }
@@ -382,20 +320,125 @@ METAL_FUNC Decision decide(
   return unusable_decision();
 }
 
+// An id and its logit in one word.
+METAL_FUNC ulong make_candidate(int id, float z) {
+  return (ulong(uint(id)) << 32) | ulong(as_type<uint>(z));
+}
+
+METAL_FUNC int candidate_id(ulong x) {
+  return int(uint(x >> 32));
+}
+
+METAL_FUNC float candidate_logit(ulong x) {
+  return as_type<float>(uint(x));
+}
+
+// The densities of the target, or if JUDGED the decisions about all rows.
+template <typename T, bool JUDGED>
+kernel void verify_draft_threshold(
+    const device T* target_logits [[buffer(0)]],
+    const device int* draft_tokens [[buffer(2)]],
+    const device float* uniforms [[buffer(3)]],
+    const device float* temperature [[buffer(4)]],
+    const device float* top_k [[buffer(5)]],
+    const device float* top_p [[buffer(6)]],
+    const device float* min_p [[buffer(7)]],
+    const device float* draft_temperature [[buffer(8)]],
+    const device float* draft_stats [[buffer(9)]],
+    const device int* draft_lengths [[buffer(10)]],
+    const device uint* allowed [[buffer(11)]],
+    const device Partial* partials [[buffer(12)]],
+    const device float* maxima [[buffer(13)]],
+    device Density* densities [[buffer(14)]],
+    device ulong* few [[buffer(15)]],
+    device Decision* decisions [[buffer(16)]],
+    const device float* drafted [[buffer(17)]],
+    constant VerifyDraftParams& params [[buffer(21)]],
+    uint r [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint threads [[threads_per_threadgroup]]) {
+  TG_ARRAY(atomic_uint, histogram, 2 * BINS);
+  TG_ARRAY(ulong, sums, 32);
+  TG_ARRAY(int, ids, FEW);
+  TG_ARRAY(float, candidates, FEW);
+  TG_ARRAY(ulong, weights, FEW);
+  TG_ARRAY(atomic_uint, shared, 8);
+  TG_ARRAY(Drafted, kept, 1);
+  Team team = make_team(thread_index, threads);
+  int b = int(r) / (params.drafts + 1);
+  int i = int(r) % (params.drafts + 1);
+  int length = draft_length(draft_lengths, params, b);
+  if (i > length) {
+    return;
+  }
+  length = metal::min(length, params.drafts);
+  Sampling sampling = {
+      temperature[b * params.temperature_stride],
+      top_k[b * params.top_k_stride],
+      top_p[b * params.top_p_stride],
+      min_p[b * params.min_p_stride],
+      params.temperature_first != 0};
+  // One lane keeps what it will judge by, read while the others go on.
+  bool judges = team.simdgroup + 1 == team.simdgroups;
+  if (JUDGED && judges) {
+    VerifyInputs<T, true> in = {
+        target_logits,
+        target_logits,
+        draft_tokens,
+        uniforms,
+        temperature,
+        draft_temperature,
+        draft_stats,
+        draft_lengths,
+        allowed,
+        partials,
+        maxima,
+        drafted};
+    Drafted x = read_drafted(in, params, b, i, length, team.lane);
+    if (team.lane == 0) {
+      kept[0] = x;
+    }
+  }
+  Partial whole = combine(
+      read_partials(
+          partials + long(r) * params.chunks, params.chunks, team.lane),
+      finite_inverse(inverse_temperature(sampling.temperature)),
+      team.lane);
+  Maxima groups = {maxima + long(r) * params.groups, params.groups};
+  Density d = apply_filters(
+      target_row(target_logits, allowed, params, b, i),
+      groups,
+      whole,
+      sampling,
+      Workspace{
+          histogram, sums, Few{ids, candidates, weights, shared, FEW + 1}},
+      team);
+  for (int j = int(team.thread_index); j < d.few; j += int(team.threads)) {
+    few[long(r) * FEW + j] = make_candidate(ids[j], candidates[j]);
+  }
+  if (!JUDGED && team.thread_index == 0) {
+    densities[r] = d;
+  }
+  if (JUDGED && judges && team.lane == 0) {
+    decisions[r] = judge(params, i, length, d, kept[0]);
+  }
+}
+
 template <typename T, bool FILTERED>
 METAL_FUNC Weights<T, FILTERED> weights_of(
     VerifyInputs<T, FILTERED> in,
     constant VerifyDraftParams& params,
     int b,
     Decision d) {
-  int draft_index = metal::min(d.row, metal::max(params.drafts - 1, 0));
+  int row = metal::max(d.row, 0);
+  int draft_index = metal::min(row, metal::max(params.drafts - 1, 0));
   return Weights<T, FILTERED>{
-      target_row(in.target_logits, in.allowed, params, b, d.row),
+      target_row(in.target_logits, in.allowed, params, b, row),
       draft_row(in.draft_logits, in.allowed, params, b, draft_index),
       d.target,
       d.draft,
       d.bonus == 0,
-      in.maxima + (long(b) * (params.drafts + 1) + d.row) * params.groups};
+      in.maxima + (long(b) * (params.drafts + 1) + row) * params.groups};
 }
 
 template <typename T>
@@ -411,11 +454,11 @@ kernel void verify_draft_residual(
     const device uint* allowed [[buffer(11)]],
     const device Partial* partials [[buffer(12)]],
     const device float* maxima [[buffer(13)]],
-    const device Density* densities [[buffer(14)]],
-    device ulong* part_sums [[buffer(15)]],
+    device ulong* sums [[buffer(15)]],
     device Decision* decisions [[buffer(16)]],
-    device float* logprobs [[buffer(19)]],
-    constant VerifyDraftParams& params [[buffer(20)]],
+    const device float* drafted [[buffer(17)]],
+    device float* logprobs [[buffer(20)]],
+    constant VerifyDraftParams& params [[buffer(21)]],
     uint3 position [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint3 threads [[threads_per_threadgroup]]) {
@@ -434,24 +477,28 @@ kernel void verify_draft_residual(
       allowed,
       partials,
       maxima,
-      densities};
+      drafted};
   bool first = position.y == 0;
-  Decision d = decide(in, params, b, first, logprobs, rows, team);
+  bool write_logprobs = first && params.has_logprobs != 0;
+  Decision d = decide(in, params, b, write_logprobs, logprobs, rows, team);
   if (first && team.thread_index == 0) {
     decisions[b] = d;
   }
+  bool spread = d.row >= 0 && d.target.point < 0;
+  Weights<T, false> x = weights_of(in, params, b, d);
   int part = int(position.y * team.simdgroups + team.simdgroup);
-  if (part >= params.parts) {
-    return;
-  }
-  ulong sum = 0;
-  if (d.row >= 0 && d.target.point < 0) {
-    Weights<T, false> x = weights_of(in, params, b, d);
-    int begin = part * params.part;
-    sum = sum_part(x, begin, begin + params.part, team.lane);
-  }
-  if (team.lane == 0) {
-    part_sums[long(b) * params.parts + part] = sum;
+  int begin = part * params.part;
+  int end = metal::min(begin + params.part, params.groups);
+  sums += long(b) * params.groups;
+#pragma unroll 2
+  for (int group = begin; group < end; ++group) {
+    ulong sum = 0;
+    if (spread) {
+      sum = simd_total(weights8(x, group * GROUP + int(team.lane) * 8).sum);
+    }
+    if (team.lane == 0) {
+      sums[group] = sum;
+    }
   }
 }
 
@@ -482,8 +529,26 @@ METAL_FUNC int draw_candidates(
       x, space.ids, space.z, space.weights, count, u, space.result, team);
 }
 
-// The token drawn where the sequence stops, below 0 if unusable. `words` has
-// the weights of the parts, or with filters the candidates of every row.
+// With filters: where a sequence stops, from the decisions about its rows. In
+// every lane.
+METAL_FUNC Decision find_stop(
+    const device Decision* rows,
+    int length,
+    constant VerifyDraftParams& params,
+    uint lane) {
+  int end = length > params.drafts ? -1 : length;
+  for (int first = 0; first <= end; first += 32) {
+    int i = first + int(lane);
+    uint stops = lanes_where(i <= end && rows[i].accepted == 0);
+    if (stops != 0) {
+      return rows[first + int(metal::ctz(stops))];
+    }
+  }
+  return unusable_decision();
+}
+
+// The token drawn where the sequence stops, below 0 if unusable, in one
+// simdgroup; ELSEWHERE in the others. `words` has the candidates of every row.
 template <typename T, bool FILTERED>
 METAL_FUNC int draw_token(
     VerifyInputs<T, FILTERED> in,
@@ -491,67 +556,69 @@ METAL_FUNC int draw_token(
     int b,
     Decision d,
     const device ulong* words,
-    Pick part,
+    Pick group,
     ulong u,
     DrawSpace space,
     Team team) {
-  if (d.row < 0) {
-    return -1;
-  }
-  if (d.target.point >= 0) {
-    return d.target.point;
+  if (group.lane == ELSEWHERE) {
+    return ELSEWHERE;
   }
   Weights<T, FILTERED> x = weights_of(in, params, b, d);
-  bool known = !FILTERED || d.target.few >= 0;
-  int token = -1;
-  if (!FILTERED) {
-    int begin = part.lane * params.part;
-    int end = part.lane < 0 ? begin : begin + params.part;
-    token =
-        find_in_part(x, begin, end, part.rest, space.sums, space.result, team);
-  } else if (known) {
+  if (group.lane >= 0) {
+    int id = group.lane * GROUP + int(team.lane) * 8;
+    return find_in_group(weights8(x, id), id, group.rest, team.lane);
+  }
+  int token = d.row < 0 ? -1 : d.target.point;
+  bool spread = d.row >= 0 && d.target.point < 0;
+  bool known = spread && (!FILTERED || d.target.few >= 0);
+  if (FILTERED && known) {
     words += (long(b) * (params.drafts + 1) + d.row) * FEW;
     token = draw_candidates(x, words, d.target.few, u, space, team);
   }
 #pragma unroll 1
-  for (int i = known ? 1 : 0; i < 2 && token < 0; ++i) {
+  for (int i = known ? 1 : 0; i < 2 && spread && token < 0; ++i) {
     // At last without q: where nothing is left of p it is q up to rounding.
     x.residual = x.residual && i == 0;
     token = draw_row(x, u, space.sums, space.result, team);
   }
-  return token;
+  return team.simdgroup == 0 ? token : ELSEWHERE;
 }
 
+// By one simdgroup. Without filters decide() has written the log-probabilities
+// of the accepted drafts.
 template <typename T, bool FILTERED>
 METAL_FUNC void write_results(
     VerifyInputs<T, FILTERED> in,
     constant VerifyDraftParams& params,
     int b,
     Decision d,
+    const device Decision* rows,
     int token,
     device int* tokens,
     device int* accepted,
     device float* logprobs,
-    Team team) {
+    uint lane) {
   int size = params.drafts + 1;
   int row = token < 0 ? -1 : d.row;
-  for (int i = int(team.thread_index); i < size; i += int(team.threads)) {
+  for (int i = int(lane); i < size; i += 32) {
     long at = long(b) * size + i;
     if (i < row) {
-      tokens[at] = in.draft_tokens
-                       [long(b) * params.tokens_strides[0] +
-                        long(i) * params.tokens_strides[1]];
-    } else if (i == row) {
-      tokens[at] = token;
-      logprobs[at] = log_softmax(
-          d.target,
-          load1(target_row(in.target_logits, in.allowed, params, b, i), token));
+      tokens[at] = draft_token(in.draft_tokens, params, b, i);
     } else {
-      tokens[at] = -1;
-      logprobs[at] = 0.0f;
+      tokens[at] = i == row ? token : -1;
+    }
+    if (params.has_logprobs == 0) {
+      continue;
+    }
+    if (i >= row) {
+      Row<T> logits = target_row(in.target_logits, in.allowed, params, b, i);
+      logprobs[at] =
+          i == row ? log_softmax(d.target, load1(logits, token)) : 0.0f;
+    } else if (FILTERED) {
+      logprobs[at] = log_softmax(rows[i].target, rows[i].z);
     }
   }
-  if (team.thread_index == 0) {
+  if (lane == 0) {
     accepted[b] = row;
   }
 }
@@ -569,20 +636,18 @@ kernel void verify_draft_draw(
     const device uint* allowed [[buffer(11)]],
     const device Partial* partials [[buffer(12)]],
     const device float* maxima [[buffer(13)]],
-    const device Density* densities [[buffer(14)]],
     const device ulong* words [[buffer(15)]],
     const device Decision* decisions [[buffer(16)]],
-    device int* tokens [[buffer(17)]],
-    device int* accepted [[buffer(18)]],
-    device float* logprobs [[buffer(19)]],
-    constant VerifyDraftParams& params [[buffer(20)]],
+    const device float* drafted [[buffer(17)]],
+    device int* tokens [[buffer(18)]],
+    device int* accepted [[buffer(19)]],
+    device float* logprobs [[buffer(20)]],
+    constant VerifyDraftParams& params [[buffer(21)]],
     uint position [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint threads [[threads_per_threadgroup]]) {
-  TG_ARRAY(Decision, rows, 32);
   TG_ARRAY(ulong, sums, 32);
   TG_ARRAY(int, result, 1);
-  TG_ARRAY(Pick, found, 1);
   TG_ARRAY(int, ids, FILTERED ? FEW : 1);
   TG_ARRAY(float, z, FILTERED ? FEW : 1);
   TG_ARRAY(ulong, weights, FILTERED ? FEW : 1);
@@ -600,22 +665,34 @@ kernel void verify_draft_draw(
       allowed,
       partials,
       maxima,
-      densities};
-  // As far as possible no read waits for another one.
+      drafted};
   const device float* pair =
       uniforms + long(b) * params.uniforms_stride + params.drafts;
   ulong u = fine_uniform(pair[0], pair[1]);
   Decision d;
-  Pick part = {-1, 0ul};
+  Pick group = {NOWHERE, 0ul};
   if (FILTERED) {
-    d = decide(in, params, b, true, logprobs, rows, team);
+    decisions += b * (params.drafts + 1);
+    int length = draft_length(draft_lengths, params, b);
+    d = find_stop(decisions, length, params, team.lane);
   } else {
     d = decisions[b];
-    words += long(b) * params.parts;
-    part = pick_part(words, params.parts, u, sums, found, team);
+    const device ulong* weights_of_groups = words + long(b) * params.groups;
+    group = pick_group(weights_of_groups, params.groups, u, sums, team);
   }
   DrawSpace space = {sums, result, ids, z, weights};
-  int token = draw_token(in, params, b, d, words, part, u, space, team);
-  threadgroup_barrier(mem_flags::mem_device);
-  write_results(in, params, b, d, token, tokens, accepted, logprobs, team);
+  int token = draw_token(in, params, b, d, words, group, u, space, team);
+  if (token != ELSEWHERE) {
+    write_results(
+        in,
+        params,
+        b,
+        d,
+        decisions,
+        token,
+        tokens,
+        accepted,
+        logprobs,
+        team.lane);
+  }
 }

@@ -5,7 +5,9 @@
   instantiate_kernel(                                                 \
       "verify_draft_partials_" #name, verify_draft_partials, type)    \
   instantiate_kernel(                                                 \
-      "verify_draft_threshold_" #name, verify_draft_threshold, type)  \
+      "verify_draft_threshold_" #name, verify_draft_threshold, type, false) \
+  instantiate_kernel(                                                 \
+      "verify_draft_threshold_judged_" #name, verify_draft_threshold, type, true) \
   instantiate_kernel(                                                 \
       "verify_draft_residual_" #name, verify_draft_residual, type)    \
   instantiate_kernel(                                                 \

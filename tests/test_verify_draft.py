@@ -417,6 +417,27 @@ def test_log_probabilities_are_those_of_the_target():
                 assert abs(logprobs[b, i].item() - logp) < 2e-6
 
 
+@pytest.mark.parametrize("order", ["temperature_first", "temperature_last"])
+def test_log_probabilities_can_be_left_out(order):
+    rng = np.random.default_rng(5)
+    target = mx.array(rng.normal(0, 3, (6, 4, 200)).astype(np.float32))
+    drafts = mx.argmax(target[:, :3], axis=-1)
+    u = mx.array(rng.random((6, 5)).astype(np.float32))
+    for params in FILTERS:
+        options = {"uniforms": u, **params, "filter_order": order}
+
+        def both(target, options=options):
+            given = verify_draft(target, drafts, **options)
+            return given, verify_draft(target, drafts, **options, logprobs=False)
+
+        for call in (both, mx.compile(both)):  # compiled, the two are not one
+            given, without = call(target)
+            assert without[2].shape == (6, 0) and without[2].dtype == mx.float32
+            assert given[2].shape == (6, 4)
+            assert without[0].tolist() == given[0].tolist()
+            assert without[1].tolist() == given[1].tolist()
+
+
 def test_filters_hold_in_every_slot():
     p = [0.90, 0.09, 0.01]
     for slot in range(4):

@@ -21,7 +21,7 @@ struct Batch {
   bool temperature_first;
   int32_t* tokens;
   int32_t* accepted;
-  float* logprobs;
+  float* logprobs; // null if they are not wanted
 
   int B() const {
     return in[0].shape(0);
@@ -57,7 +57,9 @@ class Verifier {
     batch_.accepted[b] = accepted;
     for (int i = accepted + 1; i < T; ++i) {
       batch_.tokens[b * T + i] = -1;
-      batch_.logprobs[b * T + i] = 0;
+      if (batch_.logprobs) {
+        batch_.logprobs[b * T + i] = 0;
+      }
     }
   }
 
@@ -158,7 +160,9 @@ class Verifier {
 
   void emit(int b, int i, int token) {
     batch_.tokens[b * batch_.T() + i] = token;
-    batch_.logprobs[b * batch_.T() + i] = target_.log_softmax(row_[token]);
+    if (batch_.logprobs) {
+      batch_.logprobs[b * batch_.T() + i] = target_.log_softmax(row_[token]);
+    }
   }
 
   double final_uniform(int b) const {
@@ -181,15 +185,16 @@ void VerifyDraft::eval_cpu(
   for (auto& out : outputs) {
     cpu::allocate(out);
   }
-  auto task = [has = has_, temperature_first = temperature_first_](
-                  cpu::Arrays& in, cpu::Arrays& out) {
+  auto task = [has = has_,
+               temperature_first = temperature_first_,
+               logprobs = logprobs_](cpu::Arrays& in, cpu::Arrays& out) {
     Batch batch = {
         in,
         has,
         temperature_first,
         out[0].data<int32_t>(),
         out[1].data<int32_t>(),
-        out[2].data<float>()};
+        logprobs ? out[2].data<float>() : nullptr};
     cpu::parallel_for(batch.B(), in[0].size(), [&] { return Verifier(batch); });
   };
   cpu::dispatch(stream(), inputs, outputs, task);

@@ -150,11 +150,29 @@ METAL_FUNC float simd_sum(float x) {
   return x;
 }
 
+METAL_FUNC uint simd_sum(uint x) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(ALL_LANES, x);
+#else
+  for (int mask = 16; mask > 0; mask /= 2) {
+    x += __shfl_xor_sync(ALL_LANES, x, mask);
+  }
+  return x;
+#endif
+}
+
 METAL_FUNC float simd_max(float x) {
+#if __CUDA_ARCH__ >= 800
+  // As an integer that orders like x, which is not NaN then.
+  int key = __float_as_int(max(x, -INFINITY));
+  key = __reduce_max_sync(ALL_LANES, key ^ ((key >> 31) & 0x7fffffff));
+  return __int_as_float(key ^ ((key >> 31) & 0x7fffffff));
+#else
   for (int mask = 16; mask > 0; mask /= 2) {
     x = max(x, __shfl_xor_sync(ALL_LANES, x, mask));
   }
   return x;
+#endif
 }
 
 METAL_FUNC int simd_min(int x) {

@@ -1,6 +1,7 @@
 // How the inputs of the ops, of any dtype and strides, become kernel arguments.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,10 +26,19 @@ inline int chunk_size(int rows, int vocab) {
   return static_cast<int64_t>(rows) * vocab < (1 << 23) ? 4096 : 16384;
 }
 
-// Logits of which the draw knows the weight, likewise: a simdgroup of the
-// second dispatch sums them.
+// Groups whose weights a simdgroup of the second dispatch sums, likewise.
 inline int part_size(int rows, int vocab) {
-  return chunk_size(rows, vocab) == 4096 ? 256 : 2048;
+  return chunk_size(rows, vocab) == 4096 ? 1 : 8;
+}
+
+// Threads of a threshold: more where few rows leave the GPU empty.
+inline int threshold_threads(int rows, int vocab) {
+  return chunk_size(rows, vocab) == 4096 ? 640 : 512;
+}
+
+// A threadgroup with a thread for each of so many things, as far as possible.
+inline int threads_for(int count) {
+  return std::min(32 * ceil_div(count, 32), 1024);
 }
 
 // The name of a dtype in the names of kernels.

@@ -16,15 +16,15 @@ VerifyDraftParams verify_params(
     int rows,
     bool temperature_first,
     bool filtered,
+    bool logprobs,
     const VerifyDraft::Optional& has) {
   int V = in[0].shape(2);
   VerifyDraftParams params = {};
   params.vocab = V;
   params.chunk = chunk_size(rows, V);
   params.chunks = ceil_div(V, params.chunk);
-  params.part = part_size(rows, V);
-  params.parts = ceil_div(V, params.part);
   params.groups = ceil_div(V, GROUP);
+  params.part = part_size(rows, V);
   params.batch = in[0].shape(0);
   params.drafts = in[0].shape(1) - 1;
   params.filtered = filtered;
@@ -33,6 +33,7 @@ VerifyDraftParams verify_params(
   params.has_draft_stats = has.draft_stats;
   params.has_draft_lengths = has.draft_lengths;
   params.has_allowed = has.allowed;
+  params.has_logprobs = logprobs;
   params.aligned = is_aligned(in[0]) && is_aligned(in[1]);
   params.uniforms_stride = stride(in[3], 0);
   params.lengths_stride = stride(in[10], 0);
@@ -56,8 +57,9 @@ std::vector<mx::array> verify_scratch(
     int64_t sums,
     int64_t last) {
   int64_t partials = int64_t(rows) * params.chunks * sizeof(Partial);
+  int64_t drafted = int64_t(rows) * 4;
   if (!params.filtered) {
-    return scratch(encoder, {partials, 1, 1, sums, last});
+    return scratch(encoder, {partials, 1, 1, sums, last, drafted});
   }
   int64_t BT = int64_t(params.batch) * (params.drafts + 1);
   return scratch(
@@ -66,26 +68,30 @@ std::vector<mx::array> verify_scratch(
        BT * params.groups * 4,
        BT * int64_t(sizeof(Density)),
        BT * FEW * 8,
-       last});
+       last,
+       drafted});
 }
 
 void shape_rows(
     Kernels<VerifyDraftParams>& kernels,
     const std::string& type,
     const VerifyDraftParams& params,
-    int rows) {
+    int rows,
+    bool judged) {
   kernels.run(
       "verify_draft_partials_" + type,
-      {0, 1, 4, 8, 9, 10, 11},
-      {12, 13},
+      {0, 1, 2, 4, 8, 9, 10, 11},
+      {12, 13, 17},
       128,
       [&](int) { return Grid{rows, params.chunks}; });
   if (params.filtered) {
     kernels.run(
-        "verify_draft_threshold_" + type,
-        {0, 4, 5, 6, 7, 10, 11, 12, 13},
-        {14, 15},
-        512,
+        (judged ? "verify_draft_threshold_judged_"
+                : "verify_draft_threshold_") +
+            type,
+        {0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 17},
+        {14, 15, 16},
+        threshold_threads(rows, params.vocab),
         [&](int) { return Grid{params.batch * (params.drafts + 1)}; });
   }
 }

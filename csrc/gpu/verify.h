@@ -13,6 +13,7 @@ VerifyDraftParams verify_params(
     int rows,
     bool temperature_first,
     bool filtered,
+    bool logprobs,
     const VerifyDraft::Optional& has);
 
 // Buffers 12 to 16: what shape_rows() leaves, `sums` bytes if there are no
@@ -29,6 +30,7 @@ void shape_rows(
     Kernels<VerifyDraftParams>& kernels,
     const std::string& type,
     const VerifyDraftParams& params,
-    int rows);
+    int rows,
+    bool judged);
 
 } // namespace mlx_mtp::gpu

@@ -5,7 +5,7 @@ namespace mlx_mtp {
 
 namespace {
 
-// Buffers 0 to 16, as those of verify_draft but for the seed, the position and
+// Buffers 0 to 17, as those of verify_draft but for the seed, the position and
 // the racers.
 std::vector<mx::array> make_buffers(
     gpu::Encoder& encoder,
@@ -44,8 +44,8 @@ void VerifyCoupled::eval_gpu(
   auto buffers = make_buffers(encoder, inputs, has);
   int rows = B * inputs[0].shape(1);
   gpu::VerifyCoupledParams params = {
-      .verify =
-          gpu::verify_params(buffers, rows, temperature_first_, filtered_, has),
+      .verify = gpu::verify_params(
+          buffers, rows, temperature_first_, filtered_, true, has),
       .seed_stride = gpu::stride(buffers[3], 0),
       .position_stride = gpu::stride(buffers[8], 0)};
   int64_t racers = int64_t(rows) * params.verify.chunks * sizeof(gpu::Racer);
@@ -55,7 +55,7 @@ void VerifyCoupled::eval_gpu(
 
   std::string type = gpu::type_name(buffers[0].dtype());
   gpu::Kernels verify(encoder, kernels::verify_draft, params.verify, buffers);
-  gpu::shape_rows(verify, type, params.verify, rows);
+  gpu::shape_rows(verify, type, params.verify, rows, false);
   gpu::Kernels kernels(encoder, kernels::verify_coupled, params, buffers);
   type = (filtered_ ? "filtered_" : "") + type;
   kernels.run(
@@ -67,7 +67,7 @@ void VerifyCoupled::eval_gpu(
   kernels.run(
       "verify_coupled_finish_" + type,
       {0, 2, 4, 10, 11, 12, 14, 16},
-      {17, 18, 19},
+      {18, 19, 20},
       128,
       [&](int) { return gpu::Grid{B}; });
 }

@@ -58,33 +58,36 @@ void VerifyDraft::eval_gpu(
   }
   auto buffers = input_buffers(encoder, inputs, has_);
   int rows = B * T + (has_.draft_logits ? B * (T - 1) : 0);
-  auto params =
-      gpu::verify_params(buffers, rows, temperature_first_, filtered_, has_);
-  int64_t decisions = filtered_ ? 1 : B * sizeof(gpu::Decision);
+  auto params = gpu::verify_params(
+      buffers, rows, temperature_first_, filtered_, logprobs_, has_);
+  int64_t decisions = int64_t(filtered_ ? B * T : B) * sizeof(gpu::Decision);
   auto scratch = gpu::verify_scratch(
-      encoder, params, rows, int64_t(B) * params.parts * 8, decisions);
+      encoder, params, rows, int64_t(B) * params.groups * 8, decisions);
   buffers.insert(buffers.end(), scratch.begin(), scratch.end());
   buffers.insert(buffers.end(), outputs.begin(), outputs.end());
+  buffers.back() = logprobs_ ? outputs[2] : outputs[0];
 
   std::string type = gpu::type_name(buffers[0].dtype());
   gpu::Kernels kernels(
       encoder, kernels::verify_draft, params, std::move(buffers));
-  gpu::shape_rows(kernels, type, params, rows);
+  gpu::shape_rows(kernels, type, params, rows, true);
   if (!filtered_) {
     kernels.run(
         "verify_draft_residual_" + type,
-        {0, 1, 2, 3, 4, 8, 9, 10, 11, 12, 13, 14},
-        {15, 16, 19},
+        {0, 1, 2, 3, 4, 8, 9, 10, 11, 12, 13, 17},
+        {15, 16, 20},
         256,
         [&](int threads) {
-          return Grid{B, gpu::ceil_div(params.parts, threads / 32)};
+          return Grid{
+              B, gpu::ceil_div(params.groups, params.part * threads / 32)};
         });
   }
+  int threads = filtered_ ? 256 : gpu::threads_for(params.groups);
   kernels.run(
       (filtered_ ? "verify_draft_draw_filtered_" : "verify_draft_draw_") + type,
-      {0, 1, 2, 3, 4, 8, 9, 10, 11, 12, 13, 14, 15, 16},
-      {17, 18, 19},
-      256,
+      {0, 1, 2, 3, 4, 8, 9, 10, 11, 12, 13, 15, 16, 17},
+      {18, 19, 20},
+      threads,
       [&](int) { return Grid{B}; });
 }
 

@@ -57,6 +57,7 @@ std::tuple<mx::array, mx::array, mx::array> verify_draft(
     const std::optional<SamplingParams>& draft_params,
     const std::optional<mx::array>& draft_lengths,
     const std::optional<mx::array>& allowed,
+    bool logprobs,
     mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   check_shape(op, "target_logits", target_logits, {{"B"}, {"T"}, {"V"}});
@@ -103,10 +104,10 @@ std::tuple<mx::array, mx::array, mx::array> verify_draft(
       draft_lengths.has_value(),
       allowed.has_value()};
   auto outputs = mx::array::make_arrays(
-      {{B, K + 1}, {B}, {B, K + 1}},
+      {{B, K + 1}, {B}, {B, logprobs ? K + 1 : 0}},
       {mx::int32, mx::int32, mx::float32},
       std::make_shared<VerifyDraft>(
-          s, params.temperature_first, may_filter(params), has),
+          s, params.temperature_first, may_filter(params), logprobs, has),
       inputs);
   return {outputs[0], outputs[1], outputs[2]};
 }
@@ -114,14 +115,14 @@ std::tuple<mx::array, mx::array, mx::array> verify_draft(
 bool VerifyDraft::is_equivalent(const mx::Primitive& other) const {
   auto& o = static_cast<const VerifyDraft&>(other);
   return temperature_first_ == o.temperature_first_ &&
-      filtered_ == o.filtered_ && has_ == o.has_;
+      filtered_ == o.filtered_ && logprobs_ == o.logprobs_ && has_ == o.has_;
 }
 
 std::vector<mx::Shape> VerifyDraft::output_shapes(
     const std::vector<mx::array>& inputs) {
   int B = inputs[0].shape(0);
   int T = inputs[0].shape(1);
-  return {{B, T}, {B}, {B, T}};
+  return {{B, T}, {B}, {B, logprobs_ ? T : 0}};
 }
 
 } // namespace mlx_mtp

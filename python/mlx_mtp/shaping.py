@@ -299,6 +299,7 @@ class RowShaper:
             uniforms=coins,
             draft_stats=drafts.stats,
             **self.params,
+            logprobs=False,
         )
 
     def _process(self, seen, row):

@@ -59,15 +59,15 @@ def turns(machine, seed):
         yield many.sample(x, np.full((5, 2), 0.5, np.float32), temperature=t)
     rows, u = x[None, :2, :8500].copy(), np.zeros((1, 3), np.float32)
     yield many.verify_draft(rows, np.full((1, 1), 5), uniforms=u)
-    # Parts of more groups than simdgroups, and more parts than threads.
-    for V, part, threads in ((3000, 1024, 64), (8500, 256, 32)):
+    # Parts of some groups, and more groups than threads.
+    for V, part, threads in ((3000, 4, 64), (8500, 1, 32)):
         parts = Host(machine, chunk=4096, threads=threads, seed=seed, part=part)
         target = np.round(rng.normal(0, 1, (1, 2, V)), 1).astype(np.float32)
         draft, ids = target[:, 1:].copy(), np.full((1, 1), 5)
         for u in (0.37, 0.999):
             coins = np.array([[0.9999, u, 0.5]], np.float32)
             yield parts.verify_draft(target, ids, draft, uniforms=coins)
-    # A threshold at the border of two parts that one thread has.
+    # A threshold at the border of two groups that one thread has.
     even, u = np.zeros((1, 1, 64 * 256), np.float32), np.zeros((1, 2), np.float32)
     u[0, 0] = 1 / 64
     yield parts.verify_draft(even, np.zeros((1, 0)), uniforms=u)
@@ -116,6 +116,11 @@ def filters(machine, seed):
         coins = np.array([[0.9 * (i % 2), 0.5, 0]] * 8, np.float32)
         rows = x[:, None].repeat(2, 1)
         yield emulated.verify_draft(rows, tokens, uniforms=coins, **params)
+        given = emulated.verify_draft(
+            rows, tokens, uniforms=coins, logprobs=False, **params
+        )
+        yield given[:2]
+        assert (given[2] == -7).all()
     # One logit of nearly no weight, others just above the border of a bin.
     x = np.full((3, 300), -30, np.float32)
     x[:, 0], x[:, 299] = [0, 0, 2], [-18, -1 + 2**-21, 1 + 2**-21]

@@ -85,18 +85,22 @@ def filters(params):
 
 
 def verify_scratch(params, rows, unused):
-    """Buffers 12 to 16 of verify_draft."""
+    """Buffers 12 to 17 of verify_draft."""
     B, chunks = params.batch, params.chunks
     partials = scratch(rows * chunks, STRUCTS["Partial"])
+    drafted = scratch(rows, ctypes.c_float)
     if params.filtered:
         BT = B * (params.drafts + 1)
         maxima = scratch(BT * params.groups, ctypes.c_float)
         densities = scratch(BT, STRUCTS["Density"])
-        few = scratch(BT * 512, ctypes.c_uint64)
-        return {12: partials, 13: maxima, 14: densities, 15: few, 16: unused}
-    sums = scratch(B * params.parts, ctypes.c_uint64)
-    decisions = scratch(B, STRUCTS["Decision"])
-    return {12: partials, 13: unused, 14: unused, 15: sums, 16: decisions}
+        words = scratch(BT * 512, ctypes.c_uint64)
+        decisions = scratch(BT, STRUCTS["Decision"])
+    else:
+        maxima = densities = unused
+        words = scratch(B * params.groups, ctypes.c_uint64)
+        decisions = scratch(B, STRUCTS["Decision"])
+    found = partials, maxima, densities, words, decisions, drafted
+    return dict(enumerate(found, 12))
 
 
 def verify_arguments(x, y, draft_tokens, coins, lengths, allowed, sizes, params):
@@ -112,15 +116,15 @@ def verify_arguments(x, y, draft_tokens, coins, lengths, allowed, sizes, params)
         vocab=V,
         chunk=chunk,
         chunks=-(-V // chunk),
-        part=part,
-        parts=-(-V // part),
         groups=-(-V // 256),
+        part=part,
         batch=B,
         drafts=T - 1,
         filtered=filtered,
         temperature_first=order == "temperature_first",
         has_draft_lengths=lengths is not None,
         has_allowed=allowed is not None,
+        has_logprobs=True,
         aligned=is_aligned(x, y),
         target_strides=strides(x, 2),
         allowed_strides=optional_strides(allowed, 2),
@@ -137,10 +141,10 @@ def verify_arguments(x, y, draft_tokens, coins, lengths, allowed, sizes, params)
         9: x,
         10: x if lengths is None else np.asarray(lengths, np.int32),
         11: x if allowed is None else allowed,
-        17: np.full((B, T), -7, np.int32),
-        18: np.full(B, -7, np.int32),
-        19: np.full((B, T), -7, np.float32),
-        20: constants,
+        18: np.full((B, T), -7, np.int32),
+        19: np.full(B, -7, np.int32),
+        20: np.full((B, T), -7, np.float32),
+        21: constants,
     }
     return constants, buffers
 
@@ -159,9 +163,9 @@ class Host:
         return self.chunk or (4096 if rows * V < 2**23 else 16384)
 
     def sizes(self, rows, V):
-        """Logits of a chunk and of a part."""
+        """Logits of a chunk and groups of a part."""
         chunk = self.chunk_size(rows, V)
-        return chunk, self.part or (2048 if chunk == 16384 else 256)
+        return chunk, self.part or (8 if chunk == 16384 else 1)
 
     def launch(self, kernel, grid, threads, buffers):
         threads = self.threads or threads
@@ -229,6 +233,7 @@ class Host:
         draft_lengths=None,
         allowed=None,
         draft_temperature=None,
+        logprobs=True,
         **params,
     ):
         """As ``mlx_mtp.ops.verify_draft`` -> tokens, accepted, logprobs."""
@@ -249,13 +254,14 @@ class Host:
         )
         constants.has_draft_logits = draft is not None
         constants.has_draft_stats = draft_stats is not None
+        constants.has_logprobs = logprobs
         constants.draft_strides[:] = strides(y, 2)
         constants.stats_strides[:] = optional_strides(draft_stats, 2)
         constants.uniforms_stride = strides(uniforms, 1)[0]
         buffers[9] = x if draft_stats is None else draft_stats
         buffers |= verify_scratch(constants, rows, x)
         self.launch_verify(dtype, constants, rows, buffers)
-        return buffers[17], buffers[18], buffers[19]
+        return buffers[18], buffers[19], buffers[20]
 
     def verify_coupled(
         self,
@@ -279,30 +285,32 @@ class Host:
         buffers[8] = np.asarray(position, np.int32)
         buffers |= verify_scratch(verify, rows, x)
         buffers[16] = scratch(rows * verify.chunks, STRUCTS["Racer"])
-        self.launch_rows(dtype, verify, rows, buffers)
-        buffers[20] = STRUCTS["VerifyCoupledParams"](
+        self.launch_rows(dtype, verify, rows, buffers, "threshold")
+        buffers[21] = STRUCTS["VerifyCoupledParams"](
             verify=verify, seed_stride=strides(seed, 1)[0], position_stride=1
         )
         kind = "filtered_" * bool(verify.filtered) + dtype
         self.launch(f"verify_coupled_race_{kind}", (rows, verify.chunks), 128, buffers)
         self.launch(f"verify_coupled_finish_{kind}", (B,), 128, buffers)
-        return buffers[17], buffers[18], buffers[19]
+        return buffers[18], buffers[19], buffers[20]
 
-    def launch_rows(self, dtype, params, rows, buffers):
+    def launch_rows(self, dtype, params, rows, buffers, second):
         grid = (rows, params.chunks)
         self.launch(f"verify_draft_partials_{dtype}", grid, 128, buffers)
         if params.filtered:
             grid = (params.batch * (params.drafts + 1),)
-            self.launch(f"verify_draft_threshold_{dtype}", grid, 512, buffers)
+            threads = 640 if params.part == 1 else 512
+            self.launch(f"verify_draft_{second}_{dtype}", grid, threads, buffers)
 
     def launch_verify(self, dtype, params, rows, buffers):
         B, kind = params.batch, "filtered_" * bool(params.filtered)
-        self.launch_rows(dtype, params, rows, buffers)
+        self.launch_rows(dtype, params, rows, buffers, "threshold_judged")
         if not params.filtered:
             threads = self.threads or 256
-            grid = (B, -(-params.parts // (threads // 32)))
+            grid = (B, -(-params.groups // (params.part * threads // 32)))
             self.launch(f"verify_draft_residual_{dtype}", grid, threads, buffers)
-        self.launch(f"verify_draft_draw_{kind}{dtype}", (B,), 256, buffers)
+        each = 256 if params.filtered else min(32 * -(-params.groups // 32), 1024)
+        self.launch(f"verify_draft_draw_{kind}{dtype}", (B,), each, buffers)
 
     def commit_rows(self, cache, rows, start, count, ring=0):
         """Any dtype; ``rows`` with any strides but the last. Returns a new cache."""
