@@ -7,13 +7,17 @@ from itertools import islice
 import mlx.core as mx
 import numpy as np
 import pytest
-from batches import LooksAhead
+from batches import Forces, LooksAhead, read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain import DEPTH, PLAN, PROMPT, Plain
 from tiny import emitted, plain_tokens, random_prompt, start_row
 
+from mlx_mtp.batch import BatchIterator
 from mlx_mtp.drafters import NGramDrafter
+from mlx_mtp.generation import plain_stream
+from mlx_mtp.loops import PlainLoop
+from mlx_mtp.sampling import SamplingParams
 from mlx_mtp.speculative import SpeculativeDecoder, UnusableLogits
 
 ENDS = range(1, 18)  # with PLAN: every slot of several rounds
@@ -221,6 +225,8 @@ def test_an_error_in_what_a_caller_passes_leaves_the_emitted_tokens(plain, name)
             for step in steps:
                 tokens.append(step.token)
         assert tokens == plain.tokens[: len(tokens)]
+        if name not in ("mask", "restore"):  # it is ahead
+            assert len(tokens) == controller.count or name in own
         held = len(PROMPT) + len(tokens)
         if name == "progress":  # in the middle of the prompt
             assert not tokens
@@ -232,6 +238,85 @@ def test_an_error_in_what_a_caller_passes_leaves_the_emitted_tokens(plain, name)
         again = plain.decoder.stream(PROMPT, max_tokens=9)
         assert [step.token for step in again] == plain.tokens[:9]
     assert len(lengths) > 1
+
+
+class ForcesNone(Forces):
+    """Forces a text behind its fifth token whose last token no model has; fails there
+    without one. Its masks allow nothing else."""
+
+    def __init__(self, text, masks):
+        super().__init__()
+        self.text, self.masks = text, masks
+
+    def forced(self):
+        if self.count < 5:
+            return []
+        return self.text[self.count - 5 :] if self.text else 1 / 0
+
+    def mask(self):
+        allowed = np.full(4, 0xFFFFFFFF if self.count < 5 else 0, np.uint32)
+        if self.count == 5 and len(self.text) > 1:
+            allowed[0] = 1 << self.text[0]
+        return allowed
+
+
+def alone(decoder, **more):
+    return lambda **options: decoder.stream(PROMPT, **options, **more)
+
+
+def with_mlx_lm(plain):
+    known = {"processors": [], "stop_tokens": (), "progress": lambda *_: None}
+    known |= {"seed": None, "max_tokens": 40}
+    loop = PlainLoop(plain.model, None)
+    return lambda **options: loop.stream(PROMPT, **known, **options)
+
+
+def in_a_batch(plain):
+    def steps_of(**options):
+        batch = BatchIterator(plain.decoder)
+        batch.add(PROMPT, max_tokens=40)
+        row = batch.add(PROMPT, **options)
+        steps, ends = read(batch)
+        yield from steps[row]
+        raise ends[row].error
+
+    return steps_of
+
+
+LOOPS = {
+    "1": lambda plain: alone(plain.decoder.with_depth(1)),
+    "4": lambda plain: alone(plain.decoder),
+    "adaptive": lambda plain: alone(plain.decoder.with_depth("adaptive")),
+    "plain": lambda plain: alone(plain.decoder, _make=plain_stream),
+    "batch": in_a_batch,
+    "mlx_lm": with_mlx_lm,
+}
+DRAWS = {
+    "greedy": {},
+    "sampled": {"params": SamplingParams(1.0), "seed": 3},
+    "coupled": {"params": SamplingParams(1.0), "seed": 3, "coupled": True},
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("draws", DRAWS)
+def test_no_token_in_front_of_an_impossible_one_is_lost(plain, draws, loop):
+    """The fifth is the last of a block at depth 1, and the first of one at depth 4."""
+    if loop == "mlx_lm" and draws != "greedy":
+        return  # its sampler draws
+    stream = LOOPS[loop](plain)
+    for text in ([999], [3, 999], [3, -1], ["a"], []):
+        for masks in (False, True):
+            caches, tokens, good = plain.target.make_cache(), [], text[:-1]
+            options = {**DRAWS[draws], "controller": ForcesNone(text, masks)}
+            with pytest.raises((ValueError, TypeError, ZeroDivisionError)):
+                for step in stream(caches=caches, **options):
+                    tokens.append(step.token)
+            assert len(tokens) == 5 + len(good) and tokens[5:] == good
+            if draws == "greedy":
+                assert tokens[:5] == plain.tokens[:5]
+                if not good:
+                    plain.check(caches, len(PROMPT) + 5)
 
 
 @pytest.mark.parametrize("way", WAYS)

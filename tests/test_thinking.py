@@ -3,16 +3,13 @@
 import json
 
 import mlx.core as mx
-import numpy as np
 import pytest
-from batches import Forces
 from mlx_lm.models.cache import KVCache
 from reasoning_support import qwen3_5_vocabulary, qwen3_vocabulary
 from tiny import ScriptedDrafter, tiny_qwen
 
 import mlx_mtp
 from mlx_mtp import NGramDrafter, make_sampler
-from mlx_mtp.batch import BatchIterator
 from mlx_mtp.cli import main
 from mlx_mtp.reasoning import (
     CannotDisableReasoning,
@@ -304,38 +301,22 @@ def test_a_transition_of_24_tokens_costs_one_forward():
     assert telemetry.target_calls == 3 + 1
 
 
-class ForcesNone(Forces):
-    """Forces a token that the model does not have, by itself or in a block."""
+@pytest.mark.parametrize("mtp", [None, NGramDrafter()])
+def test_a_forced_token_that_the_model_does_not_have_is_an_error(demo, prompt, mtp):
+    """Behind the last token in front of it, if the stream comes so far."""
 
-    def __init__(self, masks):
-        super().__init__()
-        self.masks = masks
+    def stream(max_tokens):
+        budget = budget_with(demo, prompt, 5)
+        budget.forced = lambda: [9999] if budget.spent == 5 else []
+        return mlx_mtp.stream_generate(
+            *demo, prompt, max_tokens, mtp=mtp, thinking_budget=budget
+        )
 
-    def forced(self):
-        return [9999][: len(super().forced())]
-
-    def mask(self):
-        return np.full(128, 0xFFFFFFFF, np.uint32)
-
-
-@pytest.mark.parametrize("masks", [False, True])
-def test_a_forced_token_that_the_model_does_not_have_is_an_error(
-    demo_parts, prompt, masks
-):
-    decoder = SpeculativeDecoder(demo_parts.target, NGramDrafter(), 3)
-    cache, tokens = demo_parts.target.make_cache(), []
+    expected = [r.token for r in stream(5)]
+    steps = stream(6)
+    assert [next(steps).token for _ in range(5)] == expected
     with pytest.raises(ValueError, match="forced token 9999"):
-        for step in decoder.stream(prompt, controller=ForcesNone(masks), caches=cache):
-            tokens.append(step.token)
-    assert len(tokens) <= 5 and cache[3].offset == len(prompt) + len(tokens)
-    batch = BatchIterator(decoder)
-    batch.add(prompt, controller=ForcesNone(masks))
-    ends = [out.error for outputs in batch for out in outputs if out.finish]
-    assert "forced token 9999" in str(*ends)
-    adapter = ControllerProcessor(ForcesNone(masks))
-    adapter(mx.array(prompt), mx.zeros((1, 10)))
-    with pytest.raises(ValueError, match="forced token 9999"):
-        adapter(mx.array(prompt + [1] * 5), mx.zeros((1, 10)))
+        next(steps)
 
 
 @pytest.mark.parametrize("mtp", [None, NGramDrafter()])

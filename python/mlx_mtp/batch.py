@@ -94,8 +94,12 @@ class Row(Stream):
                 block = self._read(pending)
             except StepDown as error:
                 return self._stepped_down(error, pending)
-            tokens, last = self._cut(block.tokens)
-            yield from self._emit(block, tokens)
+            try:
+                last = self._cut(block)
+            except Exception:
+                yield from self._emit(block)
+                raise
+            yield from self._emit(block)
             if last:
                 return self._row_behind(block, pending.logits)
             try:

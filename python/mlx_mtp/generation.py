@@ -651,10 +651,11 @@ def _plain(request: _Request, telemetry: Telemetry | None) -> Iterator[Response]
         options.get("prompt_cache"),
         request.prompt.size,
     )
+    adapter = None
     if request.controller is not None:
         processors = options.get("logits_processors") or ()
-        forcing = ControllerProcessor(request.controller)
-        options["logits_processors"] = [*processors, forcing]
+        adapter = ControllerProcessor(request.controller)
+        options["logits_processors"] = [*processors, adapter]
     names = [f.name for f in fields(GenerationResponse)]
     for r in mlx_lm.stream_generate(
         request.model, request.tokenizer, request.prompt, request.max_tokens, **options
@@ -662,6 +663,8 @@ def _plain(request: _Request, telemetry: Telemetry | None) -> Iterator[Response]
         if telemetry is not None:
             telemetry.emitted += 1
         yield Response(**{name: getattr(r, name) for name in names}, mtp=telemetry)
+        if adapter is not None and r.finish_reason is None:
+            adapter.check()
 
 
 def wrapped(tokenizer, model) -> TokenizerWrapper:

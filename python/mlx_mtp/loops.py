@@ -152,24 +152,24 @@ class PlainLoop:
     ):
         if seed is not None:
             mx.random.seed(seed)
-        forced: Collection[int] = ()
-        if controller is not None:
-            adapter = ControllerProcessor(controller)
-            processors, forced = [*processors, adapter], adapter.forced
+        adapter = None if controller is None else ControllerProcessor(controller)
         steps = generate_step(
             mx.array(prompt),
             self.model,
             max_tokens=max_tokens,
             sampler=bind_sampler(self.sampler, seed, caches, len(prompt)),
-            logits_processors=list(processors),
+            logits_processors=[*processors, *([adapter] if adapter else [])],
             prompt_cache=caches,
             prefill_step_size=PREFILL_STEP,
             prompt_progress_callback=progress,
         )
         for i, (token, logprobs) in enumerate(steps):
-            yield Step(token, False, lambda row=logprobs: row, i in forced)
-            if token in stop_tokens:
+            forced = adapter is not None and i in adapter.forced
+            yield Step(token, False, lambda row=logprobs: row, forced)
+            if token in stop_tokens or i + 1 == max_tokens:
                 return
+            if adapter is not None:
+                adapter.check()
 
 
 def _adapters(target):

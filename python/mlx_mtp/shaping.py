@@ -78,10 +78,15 @@ class _Steering:
         return steer(self.controller, logits)
 
 
+def is_token(token: int, vocab_size: int) -> bool:
+    """Whether the model has a token."""
+    return hasattr(token, "__index__") and 0 <= index(token) < vocab_size
+
+
 def check_forced(token: int, vocab_size: int) -> int:
     """A forced token, which the model must have."""
     token = index(token)
-    if not 0 <= token < vocab_size:
+    if not is_token(token, vocab_size):
         raise ValueError(
             f"The controller forced token {token}, outside of the vocabulary of "
             f"{vocab_size}."

@@ -25,6 +25,7 @@ from .shaping import (
     apply_mask,
     block_masks,
     check_forced,
+    is_token,
 )
 from .state import cached_tokens, newest
 from .targets import TargetOutput
@@ -97,6 +98,7 @@ class _Block:
     row: Callable[[int], mx.array]
     given: int = 0
     seconds: float = 0.0
+    due: int = 0  # tokens for the caller, up to where it is cut
     kept: int = 0
 
     @property
@@ -291,29 +293,32 @@ class Stream:
             except StepDown as error:
                 return self._stepped_down(error, pending)
             logits = pending.logits
-            tokens, last = self._cut(block.tokens)
-            if block.fed and not block.given:
-                accepted = min(block.accepted, len(tokens))
-                self._pace.add(accepted, len(tokens), block.seconds)
-            last = (
-                last
-                or self._length >= self._limit
-                or self._pace.depth != self._round.depth
-            )
-            if first:
-                mx.eval(self._state)  # the caller may go on in another thread
-                yield from self._emit(block, tokens)
-            if not last:
-                given = self._given
-                if given:
-                    ahead = None  # it drafts where nothing is left to choose
-                if ahead is None and not self._plain_left:
-                    ahead = self._build(unread=False, given=given)
-                last = ahead is None or not self._submit(ahead)
-                pending = ahead
+            try:
+                last = self._cut(block)
+                if block.fed and not block.given:
+                    accepted = min(block.accepted, block.due)
+                    self._pace.add(accepted, block.due, block.seconds)
+                last = (
+                    last
+                    or self._length >= self._limit
+                    or self._pace.depth != self._round.depth
+                )
+                if first:
+                    mx.eval(self._state)  # the caller may go on in another thread
+                    yield from self._emit(block)
+                if not last:
+                    given = self._given
+                    if given:
+                        ahead = None  # it drafts where nothing is left to choose
+                    if ahead is None and not self._plain_left:
+                        ahead = self._build(unread=False, given=given)
+                    last = ahead is None or not self._submit(ahead)
+                    pending = ahead
+            except Exception:  # an error of what is behind the block
+                yield from self._emit(block)
+                raise
             del ahead
-            if not first:
-                yield from self._emit(block, tokens)
+            yield from self._emit(block)
             if last:
                 return self._row_behind(block, logits)
 
@@ -323,11 +328,12 @@ class Stream:
         flagged = self._block is not None and self._block.accepted < 0
         return pending.logits[:, :1] if flagged else None
 
-    def _emit(self, block: _Block, tokens: Sequence[int]) -> Iterator[Step]:
-        for i, token in enumerate(tokens):
+    def _emit(self, block: _Block) -> Iterator[Step]:
+        """The tokens of a block, up to its cut, that the caller has not taken yet."""
+        for i in range(block.kept, block.due):
             forced = i < block.given
             drafted = i < block.accepted and not forced
-            step = self._take(token, drafted, partial(block.row, i), forced)
+            step = self._take(block.tokens[i], drafted, partial(block.row, i), forced)
             self.telemetry.round_tokens += block.fed and not forced
             block.kept = i + 1
             yield step
@@ -357,7 +363,8 @@ class Stream:
                 if value < 0:
                     raise self._unusable(self._cached - 1)
                 self._count_plain()
-                last = self._cut([value])[1]
+                if self._controller is not None:
+                    self._controller.accept(value)
                 step = self._take(value, False, row)
             except BaseException:
                 del self._loose[before:]
@@ -366,7 +373,8 @@ class Stream:
                 raise
             yield step
             self._plain_left = max(self._plain_left - 1, 0)
-            if last or (self._pace.depth and not self._plain_left):
+            rounds = self._pace.depth and not self._plain_left
+            if self._ended or rounds or (self._controller is not None and self._turned):
                 self._merge()
                 return logits
             if len(self._loose) >= MERGED:
@@ -414,10 +422,12 @@ class Stream:
         forced = self._controller.forced()
         if not self._masks:
             return forced
-        # A short text is given to the rounds in place of drafts, which need not end.
+        # A short text is given to the rounds in place of drafts, which need not end;
+        # but one that cannot be is an error behind its last good token.
         # Where the host decides, masks alone force it: a processor sees every row.
-        long = len(forced) > 2 * self._own_width and not self._always
-        return forced if long else ()
+        vocab, most = self._target.vocab_size, 2 * self._own_width
+        given = len(forced) <= most and all(is_token(x, vocab) for x in forced)
+        return () if given or self._always else forced
 
     @property
     def _own_width(self) -> int:
@@ -453,17 +463,25 @@ class Stream:
     def _ended(self) -> bool:
         return self.telemetry.emitted >= self._max_tokens or self.stopped
 
-    def _cut(self, tokens: list[int]) -> tuple[list[int], bool]:
-        """The tokens up to a stop, the limit or a forced one; whether one was met."""
+    def _cut(self, block: _Block) -> bool:
+        """Cuts a block behind a stop or the limit, or in front of a forced token;
+        whether one was met. What the controller has read is due, also if it fails."""
+        controller = self._controller
         room = self._max_tokens - self.telemetry.emitted
-        for i, token in enumerate(tokens):
-            turned = False
-            if self._controller is not None:
-                self._controller.accept(token)
-                turned = self._masks != self._masked or bool(self._due)
-            if turned or token in self._stop_tokens or i + 1 >= room:
-                return tokens[: i + 1], True
-        return tokens, False
+        for token in block.tokens:
+            if controller is not None:
+                controller.accept(token)
+            block.due += 1
+            if token in self._stop_tokens or block.due >= room:
+                return True
+            if controller is not None and self._turned:
+                return True
+        return False
+
+    @property
+    def _turned(self) -> bool:
+        """Whether the controller forces a token, or begins or ends to mask them."""
+        return self._masks != self._masked or bool(self._due)
 
     @property
     def _host_decides(self) -> bool:

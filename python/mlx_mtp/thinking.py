@@ -187,18 +187,34 @@ class ControllerProcessor:
 
     Forced tokens are forced by a mask. Tokens are read no earlier than the controller
     may act, so a loop that runs ahead of the host keeps its lead until then; while it
-    masks, that is at every token.
+    masks, that is at every token. Such a loop has not given out the newest token yet,
+    so what fails behind that one is kept for ``check``.
     """
 
     def __init__(self, controller: Controller):
         self.controller = controller
         self.forced: set[int] = set()  # which of the stream's tokens were
         self._start = self._seen = -1
+        self._error: Exception | None = None
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        controller = self.controller
         if self._start < 0:
             self._start = self._seen = tokens.size  # the prompt
+        try:
+            return self._steer(tokens, logits)
+        except Exception as error:
+            if tokens.size == self._start:
+                raise
+            self._error = error
+            return logits
+
+    def check(self) -> None:
+        """Raises what has failed; for a loop that has given out its newest token."""
+        if self._error is not None:
+            raise self._error
+
+    def _steer(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        controller = self.controller
         masks = getattr(controller, "masks", False)
         if not masks and tokens.size - self._seen < controller.horizon():
             return logits
