@@ -743,7 +743,7 @@ def test_a_long_row_joins_short_ones(plain):
 
 
 def test_slots_grow_no_further_than_their_rows_need(llama, monkeypatch):
-    monkeypatch.setattr("mlx_mtp.stream.MAX_RESERVED", 16)
+    monkeypatch.setattr("mlx_mtp.context.MAX_RESERVED", 16)
     batch = BatchIterator(SpeculativeDecoder(as_target(llama), NGramDrafter(), DEPTH))
     expected = plain_tokens(llama, PROMPT, 300)
     found, capacities = [], set()
@@ -770,12 +770,12 @@ class ForcesMuch(Forces):
 
 
 def test_a_forced_text_takes_no_more_room_than_the_limit(qwen_head, monkeypatch):
-    monkeypatch.setattr("mlx_mtp.stream.MAX_RESERVED", 16)
+    monkeypatch.setattr("mlx_mtp.context.MAX_RESERVED", 16)
     decoder = SpeculativeDecoder(qwen_head.target, qwen_head.drafter, DEPTH)
     options = {"max_tokens": 275, "controller": ForcesMuch()}
     steps = decoder.stream(PROMPT, **options)
     expected = [step.token for step in steps]
-    assert len(expected) == 275 and steps.stream._capacity == 384
+    assert len(expected) == 275 and steps.stream.context.capacity == 384
     batch, capacities = BatchIterator(decoder), set()
     batch.add(PROMPT, **{**options, "controller": ForcesMuch()})
     found = []

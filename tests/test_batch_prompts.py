@@ -90,11 +90,11 @@ def test_a_turn_reads_no_more_than_a_step_beside_running_rows(pools):
         id_ = batch.add(random_prompt(30, 96, i), max_tokens=2)
         streams.append(batch._requests[id_].stream)
     turns = 0
-    while left := sum(s.prompt_left for s in streams):
+    while left := sum(s.context.prompt_left for s in streams):
         before = first.rounds
         next(batch)
         turns += 1
-        assert 30 <= left - sum(s.prompt_left for s in streams) < STEP + 30
+        assert 30 <= left - sum(s.context.prompt_left for s in streams) < STEP + 30
         assert first.rounds == before + 1
     assert turns == 3
     batch.close()

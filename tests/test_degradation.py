@@ -8,9 +8,9 @@ from plain import DEPTH, PROMPT, Plain
 from tiny import ScriptedDrafter, random_head, tiny_qwen
 
 from mlx_mtp import stream
+from mlx_mtp.context import MIN_PAUSE
 from mlx_mtp.sampling import SamplingParams
 from mlx_mtp.speculative import SpeculativeDecoder, UnusableLogits
-from mlx_mtp.stream import MIN_PAUSE
 from mlx_mtp.targets import Qwen35Target, as_target
 
 

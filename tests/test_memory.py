@@ -29,6 +29,7 @@ from mlx_mtp import (
     load,
     stream_generate,
 )
+from mlx_mtp.context import bucket
 from mlx_mtp.loading import DEMO
 from mlx_mtp.memory import (
     Footprint,
@@ -43,7 +44,6 @@ from mlx_mtp.round import Round
 from mlx_mtp.sampling import SamplingParams
 from mlx_mtp.speculative import SpeculativeDecoder
 from mlx_mtp.state import GatedDeltaAdapter, SteppedAdapter, classify
-from mlx_mtp.stream import bucket
 from mlx_mtp.targets import TargetOutput, as_target
 
 # A plan may be this part of what MLX measures beside the weights, which depends on how
@@ -243,7 +243,7 @@ def test_adaptive_depth_stays_within_what_fits(scene):
 @pytest.fixture
 def reserves_little(monkeypatch):
     """A stream of 280 tokens begins with room for 256 and grows to 384."""
-    monkeypatch.setattr("mlx_mtp.stream.MAX_RESERVED", 30)
+    monkeypatch.setattr("mlx_mtp.context.MAX_RESERVED", 30)
 
 
 @pytest.mark.parametrize("processors", [[], [lambda tokens, logits: logits]])

@@ -256,7 +256,7 @@ def test_a_memory_policy_lets_requests_wait_until_they_fit(decoder, truth, monke
 
 
 def test_rows_that_grow_stay_in_the_budget(decoder, monkeypatch):
-    for module in ("scheduler", "stream"):  # what a row reserves at its start
+    for module in ("scheduler", "context"):  # what a row reserves at its start
         monkeypatch.setattr(f"mlx_mtp.{module}.MAX_RESERVED", 16)
     caches = decoder.target.make_cache()
     decoder.feed(random_prompt(100, 128, 9), caches)

@@ -25,7 +25,7 @@ from tiny import (
     tiny_qwen,
 )
 
-import mlx_mtp.stream
+import mlx_mtp.context
 from mlx_mtp.drafters import (
     AssistantConfig,
     DrafterMismatch,
@@ -183,7 +183,7 @@ def test_prompt_chunks_change_nothing_and_are_reported(qwen_head, truth, size):
 def test_growth_and_bucket_borders_change_no_token(scripted, qwen, truth, monkeypatch):
     """Attended 256, 384 and 512, with slots for all at the start and without."""
     assert tokens_of(scripted.stream(PROMPT, max_tokens=420)) == truth
-    monkeypatch.setattr(mlx_mtp.stream, "MAX_RESERVED", 8)
+    monkeypatch.setattr(mlx_mtp.context, "MAX_RESERVED", 8)
     for drafter in (scripted.drafter, NGramDrafter(), random_head(scripted.target)):
         decoder = SpeculativeDecoder(scripted.target, drafter, 4)
         cache = scripted.target.make_cache()
@@ -967,7 +967,7 @@ def test_every_step_may_be_taken_in_another_thread(demo_parts, chats):
         return logits
 
     steps = decoder.stream(prompt, processors=[as_it_is])
-    steps.stream._plain_left = 12
+    steps.stream.context.plain_left = 12
     assert each_step_in_a_thread(steps, 24) == plain[:24]
     steps = decoder.stream(prompt, controller=Forces())
     assert len(each_step_in_a_thread(steps, 24)) == 24

@@ -8,6 +8,7 @@ from mlx_lm.models import cache
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import ArraysCache, KVCache
 
+from mlx_mtp.context import bucket
 from mlx_mtp.sampling import split_keys, stream_key, uniforms
 from mlx_mtp.state import (
     KV_ADAPTERS,
@@ -16,7 +17,6 @@ from mlx_mtp.state import (
     UnsupportedCache,
     classify,
 )
-from mlx_mtp.stream import bucket
 
 
 def test_buckets_are_a_power_of_two_and_one_and_a_half_of_it():

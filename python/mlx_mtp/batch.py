@@ -21,14 +21,15 @@ from mlx.utils import tree_map
 from .adaptive import BatchDepth, FixedDepth
 from .batch_prompts import JointPrompts, joint_groups
 from .batch_round import BatchRound
+from .context import MIN_BUCKET, Context, bucket
 from .drafters import Drafts
 from .round import Proposal, Round, RoundState, StepDown
 from .sampling import SamplingParams, stream_key
-from .shaping import Decision, block_masks
+from .shaping import Decision
 from .speculative import MAX_ADAPTIVE, SpeculativeDecoder, check_depth
-from .state import cached_tokens, classify
+from .state import classify
 from .state.base import pad
-from .stream import MIN_BUCKET, Step, Stream, bucket, decided_row, masked_row
+from .stream import Step, Stream, decided_row, masked_row
 
 READY = object()  # a row yields it where it waits for its part of a round
 CONTROLS = ("active", "most", "way", "given")  # what the host says each round
@@ -57,37 +58,16 @@ class Row(Stream):
     While it has a slot its state is there, and ``_state`` is empty.
     """
 
-    def __init__(self, batch: BatchIterator, depth: int, find_round, *args, **options):
-        super().__init__(find_round, FixedDepth(batch.width - 1), *args, **options)
+    def __init__(self, batch: BatchIterator, depth: int, context, *args, **options):
+        context.use_pace(FixedDepth(batch.width - 1))
+        super().__init__(context, *args, **options)
         self.batch, self.depth = batch, depth
         self._depth_read = depth  # of the newest round that was read
         self.slot: int | None = None
         self._submitted: object = None  # the block in front of the newest round
-        self.prompts: tuple[JointPrompts, int] | None = None  # read with others'
-
-    @property
-    def prompt_is_new(self) -> bool:
-        """Whether its whole prompt can be read at once, into empty caches."""
-        fits = self._prompt.size <= self._prefill_step_size and self._images is None
-        return fits and self._turn is None and not cached_tokens(self._caches)
-
-    @property
-    def prompt(self) -> mx.array:
-        return self._prompt
-
-    def _prefill(self):
-        if not self.prompt_is_new:
-            self.prompts = None
-        return super()._prefill(apart=0 if self.prompts else 1)
-
-    def _read_rows(self, tokens, part):
-        if self.prompts is None:
-            return super()._read_rows(tokens, part)
-        (prompts, row), self.prompts = self.prompts, None
-        return prompts.take(row, self._caches)
 
     def _rounds(self, pending):
-        if pending.counts is None and not self._host_decides:
+        if pending.counts is None and not self.host_decides:
             pending = self._mask(pending)
         while True:
             try:
@@ -105,7 +85,7 @@ class Row(Stream):
             try:
                 pending = yield READY
             except StepDown as error:
-                self._step_down(error)
+                self.context.step_down(error)
                 return None
 
     def _read(self, pending):
@@ -123,7 +103,7 @@ class Row(Stream):
             self._state, *behind = self.batch.take(self.slot, unread)
             self._replayable, self._rows = behind
             self._committed = self.batch.committed
-            self._capacity = self.batch.capacity
+            self.context.capacity = self.batch.capacity
             self.slot = None
         super()._pause()
 
@@ -148,10 +128,6 @@ class Row(Stream):
         return {k: v for k, v in self._state.items() if k not in CONTROLS}
 
     @property
-    def own_capacity(self) -> int:
-        return self._capacity
-
-    @property
     def length(self) -> int:
         """Tokens in the caches in front of the next round."""
         return self._length
@@ -159,11 +135,6 @@ class Row(Stream):
     @property
     def round_depth(self) -> int:
         return self._depth_read
-
-    @property
-    def most(self) -> float:
-        """Tokens that need room at its limit."""
-        return self._most
 
     @property
     def _own_width(self) -> int:
@@ -175,31 +146,22 @@ class Row(Stream):
         return self._round.way
 
     @property
-    def placed(self) -> bool:
-        """Whether forced tokens may stand in place of its drafts."""
-        return self._masked and not self._always
-
-    @property
     def given(self) -> list[int]:
-        """Those of the next round, if it is as deep as the row may have it."""
-        return self._forced(self.depth) if self.placed else []
+        """Forced tokens of the next round, if it is as deep as the row may have it."""
+        return self.host.given(self.depth)
 
     @property
     def host_decides(self) -> bool:
-        return self._host_decides
+        return self.host.decides(self._round.width)
 
     @property
     def masked(self) -> bool:
         """Whether its next round needs masks."""
-        return self._masked and not self._host_decides
+        return self.host.masked and not self.host_decides
 
     @property
     def builds_ahead(self) -> bool:
-        return self._builds_ahead and not self._masked
-
-    def masks(self, drafts: list[int]) -> np.ndarray:
-        """As ``block_masks``."""
-        return block_masks(self._controller, drafts, self._target.vocab_size)
+        return self._builds_ahead and not self.host.masked
 
     def decide(self, proposal: Proposal, logits: mx.array) -> tuple[Decision, int]:
         """What its host side chooses of a block, and how many were drafted."""
@@ -211,7 +173,7 @@ class Row(Stream):
     def find_part(self) -> Callable[[tuple, int], Round]:
         """Gives the round of a way and a depth for caches such as this one's."""
         return lambda way, depth: self.batch.decoder.round_of(
-            way, depth, self._caches, self.batch.width
+            way, depth, self.context.caches, self.batch.width
         )
 
 
@@ -460,12 +422,12 @@ class BatchIterator(Iterator[list[BatchOutput]]):
             if room <= 0:
                 break
             some.append(request)
-            room -= min(request.stream.prompt_left, self.prefill_step_size)
+            room -= min(request.stream.context.prompt_left, self.prefill_step_size)
             self._fed = request.id
         streams = [request.stream for request in some]
-        new = [x for x in streams if isinstance(x, Row) and x.prompt_is_new]
+        new = [x for x in streams if isinstance(x, Row) and x.context.prompt_is_new]
         if self._reads_jointly:
-            for rows in joint_groups(new, lambda row: row.prompt_left):
+            for rows in joint_groups(new, lambda row: row.context.prompt_left):
                 self._read_together(rows)
         for request in some:
             self._advance(request)
@@ -475,28 +437,27 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         with suppress(Exception), ExitStack() as stack:
             for row in rows:
                 stack.enter_context(row.telemetry.phase("prefill"))
-            prompts = [row.prompt for row in rows]
+            prompts = [row.context.prompt for row in rows]
             joint = JointPrompts(self.decoder.target, self._adapters, prompts)
             for i, row in enumerate(rows):
-                row.prompts = joint, i
+                row.context.joint = partial(joint.take, i)
 
-    def _make(self, depth, find_round, pace, prompt, images, caches, *args, **options):
+    def _make(self, depth, context: Context, *args, **options) -> Stream:
         """A row, or a stream of its own where it cannot be one."""
         reason, deepest = self._alone, self.width - 1
-        if options["quantisation"] is not None:
+        if context.quantisation is not None:
             reason = "keys and values that are quantised on the way"
-        elif options["memory"] is not None:
+        elif context.memory is not None:
             reason = "a memory policy of its own"
-        elif classify(caches, self.decoder.target.adapters, self.width) != (
-            self._adapters
+        elif self._adapters != classify(
+            context.caches, self.decoder.target.adapters, self.width
         ):
             reason = "caches of another class"
         if reason is None:
-            row = self, depth or deepest, find_round, prompt, images, caches
-            return Row(*row, *args, **options)
+            return Row(self, depth or deepest, context, *args, **options)
         if depth is not None:
-            pace = FixedDepth(depth)
-        stream = Stream(find_round, pace, prompt, images, caches, *args, **options)
+            context.use_pace(FixedDepth(depth))
+        stream = Stream(context, *args, **options)
         stream.telemetry.fallback = f"beside the batch: {reason}"
         return stream
 
@@ -560,9 +521,9 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         if None not in self._slots:
             self._slots += [None] * max(len(self._slots), 1)
         slot, state = self._slots.index(None), row.state
-        self._reserve(row.own_capacity, row)
+        self._reserve(row.context.capacity, row)
         round_ = row.find_part(row.way, self.width - 1)
-        if row.own_capacity < self.capacity:
+        if row.context.capacity < self.capacity:
             state = round_.grow(state, self.capacity)
         if self._state is None:
             self._state = state
@@ -662,7 +623,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         length = max(row.length for row in rows.values())
         attended = bucket(length + self.width * (1 + unread))
         if attended > self.capacity:
-            most = max(row.most for row in rows.values())
+            most = max(row.context.most for row in rows.values())
             self._reserve(bucket(min(2 * attended, most)), row)
         if self._adaptive:
             self._pace.set_slots(len(self._slots))
@@ -707,7 +668,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         }
         if ways > 1:
             controls["way"] = mx.array([parts.get(i, 0) for i in slots])
-        if depth and any(row.placed for row in rows.values()):
+        if depth and any(row.host.places for row in rows.values()):
             placed = [given.get(i, []) for i in slots]
             placed = [[*x, *[-1] * (depth - len(x))] for x in placed]
             controls["given"] = mx.array(placed, mx.int32)
@@ -830,7 +791,7 @@ class BatchIterator(Iterator[list[BatchOutput]]):
         shape = (len(drafts), width, (vocab + 31) // 32)
         masks = np.full(shape, 0xFFFFFFFF, np.uint32)
         for slot, request in masked.items():
-            own = self._ask(request, request.stream.masks, drafts[slot])
+            own = self._ask(request, request.stream.host.block_masks, drafts[slot])
             if own is not None:
                 masks[slot] = own[0]
         return mx.array(masks)

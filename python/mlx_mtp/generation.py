@@ -22,6 +22,7 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .adaptive import FixedDepth
+from .context import Context, refuse_taken
 from .drafters import Drafter, NGramDrafter, head_drafter
 from .grammar import Grammar
 from .memory import MemoryPolicy
@@ -37,7 +38,7 @@ from .speculative import (
 )
 from .state import UnsupportedCache, cached_tokens
 from .stops import StopStrings
-from .stream import Stream, refuse_taken
+from .stream import Stream
 from .targets import VisionPrompt, as_target, reads_images, vocab_size
 from .telemetry import Telemetry
 from .thinking import (
@@ -470,9 +471,10 @@ def plain_decoder(model) -> SpeculativeDecoder:
     return decoder
 
 
-def plain_stream(find_round, pace, *args, **options) -> Stream:
+def plain_stream(context: Context, *args, **options) -> Stream:
     """A stream that never drafts."""
-    return Stream(find_round, FixedDepth(0), *args, **options)
+    context.use_pace(FixedDepth(0))
+    return Stream(context, *args, **options)
 
 
 def memory_policy(model, memory: MemoryPolicy | None) -> MemoryPolicy | None:

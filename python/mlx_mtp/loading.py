@@ -24,6 +24,7 @@ from mlx_lm import utils as lm_utils
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .context import bucket
 from .drafters import (
     AssistantConfig,
     DrafterMismatch,
@@ -36,7 +37,6 @@ from .drafters import (
 from .heads import HeadSpec, UnsupportedHead
 from .heads.checkpoint import build_head, convert, find_spec, select, text_config
 from .memory import Footprint, MemoryPolicy
-from .stream import bucket
 from .targets import as_target, check_vision
 
 DEMO = Path(__file__).parent / "demo"

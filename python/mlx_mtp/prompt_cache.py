@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as lm_cache
 
+from .context import refuse_taken
 from .generation import DEFAULT_DEPTH, MTP, find_decoder
 from .speculative import SpeculativeDecoder
-from .stream import refuse_taken
 
 
 def save_prompt_cache(

@@ -16,10 +16,11 @@ from weakref import WeakSet
 import mlx.core as mx
 
 from .batch import BatchIterator, BatchOutput
+from .context import MAX_RESERVED, bucket
 from .memory import Footprint, MemoryPolicy, rows_fit
 from .speculative import SpeculativeDecoder
 from .state import cached_tokens
-from .stream import MAX_RESERVED, Step, bucket
+from .stream import Step
 
 Admit = Callable[[int, int, int], bool]
 

@@ -1,4 +1,4 @@
-"""Host-side shaping of verified rows: logits processors and foreign samplers.
+"""What the host decides of a stream's tokens: processors, samplers, controllers.
 
 A processor is ``processor(tokens, logits) -> logits`` as in ``mlx_lm``: ``tokens`` is
 the whole history ``(N,)`` and ``logits`` the next row ``(1, V)``. One that offers
@@ -9,6 +9,7 @@ tokens are accepted, so it sees exactly the emitted tokens, each once and in ord
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
@@ -345,3 +346,90 @@ class RowShaper:
         if self.seed is not None:
             return coins + start
         return mx.concatenate([coins[:, start:stop], coins[:, -2:]], axis=1)
+
+
+class HostSide:
+    """The part of the host in the next tokens of a stream.
+
+    A ``width`` is that of the next block, in tokens.
+
+    Args:
+        shaper (RowShaper, optional): Of its processors, its sampler or a bias.
+        controller (Controller, optional): Forces or masks tokens.
+        vocab_size (int): Of the model.
+
+    ``always`` is whether every block needs the processors or the sampler, ``masked``
+    whether the controller masked tokens at the last ``begin``, and ``places`` whether
+    forced ones may then stand in place of drafts.
+    """
+
+    def __init__(
+        self, shaper: RowShaper | None, controller: Controller | None, vocab_size: int
+    ):
+        self.shaper, self.controller = shaper, controller
+        self.vocab_size = vocab_size
+        self.always = shaper is not None and shaper.always
+        self.masked = self.places = False
+
+    def begin(self) -> None:
+        """Rounds or plain steps begin."""
+        self.masked = self.masks
+        self.places = self.masked and not self.always
+
+    @property
+    def masks(self) -> bool:
+        """Whether the controller masks the next token."""
+        return getattr(self.controller, "masks", False)
+
+    @property
+    def free(self) -> float:
+        """How many of the next tokens are certainly the model's own choice."""
+        return math.inf if self.controller is None else self.controller.horizon()
+
+    def decides(self, width: int) -> bool:
+        """Whether the next block needs the host's processors, sampler or bias."""
+        if self.shaper is None:
+            return False
+        return self.always or self.free < width
+
+    def has_part(self, width: int) -> bool:
+        """Whether it decides, or makes masks for the next block."""
+        return self.masked or (self.shaper is not None and self.decides(width))
+
+    def due(self, width: int) -> Sequence[int]:
+        """The forced tokens that are worth a forward of their own."""
+        if self.controller is None:
+            return ()
+        forced = self.controller.forced()
+        if not self.masks:
+            return forced
+        # A short text is given to the rounds in place of drafts, which need not end;
+        # but one that cannot be is an error behind its last good token.
+        # Where the host decides, masks alone force it: a processor sees every row.
+        short = len(forced) <= 2 * width
+        given = short and all(is_token(x, self.vocab_size) for x in forced)
+        return () if given or self.always else forced
+
+    def given(self, depth: int) -> list[int]:
+        """The forced tokens that stand in place of drafts of the next round."""
+        if not self.places:
+            return []
+        forced = self.controller.forced()[:depth]
+        return [check_forced(token, self.vocab_size) for token in forced]
+
+    def turned(self, width: int) -> bool:
+        """Whether the controller forces a token, or begins or ends to mask them."""
+        return self.masks != self.masked or bool(self.due(width))
+
+    def block_masks(self, drafts: Sequence[int]) -> np.ndarray:
+        """As the function of this name."""
+        return block_masks(self.controller, drafts, self.vocab_size)
+
+    def decide(
+        self, history: mx.array, logits: mx.array, drafts: Drafts, coins
+    ) -> tuple[Decision, int]:
+        """What it chooses of a block, and how many tokens were drafted; as
+        ``RowShaper.decide``."""
+        decision = self.shaper.decide(history, logits, drafts, coins, self.free)
+        drafted = drafts.tokens.shape[1]
+        return decision, drafted if drafts.lengths is None else drafts.lengths.item()

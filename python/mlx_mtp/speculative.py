@@ -23,15 +23,16 @@ from .adaptive import (
     FixedDepth,
     Pace,
 )
+from .context import Context, Quantisation, refuse_taken
 from .drafters import DrafterMismatch
 from .memory import Footprint, MemoryPolicy, Watch
 from .round import Round
 from .sampling import SamplingParams, stream_key
-from .shaping import Controller, Processor, RowShaper, Sampler
+from .shaping import Controller, HostSide, Processor, RowShaper, Sampler
 from .state import classify
-from .stream import Quantisation, Step, Stream, Turn, UnusableLogits, refuse_taken
+from .stream import Step, Stream, UnusableLogits
 from .targets.vision_prompt import VisionPrompt
-from .turns import load_turn, save_turn
+from .turns import Turn, load_turn, save_turn
 
 __all__ = [
     "Snapshot",
@@ -171,29 +172,32 @@ class SpeculativeDecoder:
         keys = stream_key(seed)
         seeds = keys if coupled and not greedy else None
         shaper = _make_shaper(processors, sampler, params, controller, seeds)
+        host = HostSide(shaper, controller, self.target.vocab_size)
         turns = None if caches is None else self._turns
         caches = self.target.make_cache() if caches is None else caches
         refuse_taken(caches)
         orders = params.filter_order, draft_params.filter_order
-        stream = _make(
+        context = Context(
             partial(self.round_of, (greedy, coupled and not greedy, *orders)),
             self._pace(greedy, shaper is None and not hasattr(controller, "mask")),
             *_check_prompt(prompt, self.target),
             caches,
-            shaper,
-            controller,
-            params.arrays(1),
-            draft_params.arrays(1),
             turns,
             max_tokens=max_tokens,
-            stop_tokens=stop_tokens,
-            keys=keys,
             prefill_step_size=prefill_step_size,
             progress=progress,
             quantisation=_check_quantisation(
                 caches, kv_bits, kv_group_size, quantized_kv_start
             ),
             memory=self._watch(memory, caches),
+        )
+        stream = _make(
+            context,
+            host,
+            params.arrays(1),
+            draft_params.arrays(1),
+            stop_tokens=stop_tokens,
+            keys=keys,
         )
         return SpeculativeIterator(stream)
 
@@ -210,24 +214,17 @@ class SpeculativeDecoder:
 
         The arguments and errors are those of ``stream``.
         """
-        params = SamplingParams()
-        Stream(
-            partial(self.round_of, (True, False, *2 * [params.filter_order])),
+        Context(
+            partial(self.round_of, (True, False, *2 * [SamplingParams().filter_order])),
             FixedDepth(1),
             *_check_prompt(tokens, self.target),
             caches,
-            None,
-            None,
-            params.arrays(1),
-            params.arrays(1),
             self._turns,
             max_tokens=-1,
-            stop_tokens=(),
-            keys=stream_key(0),
             prefill_step_size=prefill_step_size,
             progress=progress,
             memory=self._watch(memory, caches),
-        ).feed()
+        ).feed_prompt()
 
     def snapshot(self, caches: list[Any]) -> Snapshot:
         """What ``restore`` needs to bring the caches back to what they hold now.

@@ -1,7 +1,8 @@
-"""What a drafter knows of a prompt cache, in a file."""
+"""What a drafter knows of a prompt cache, also in a file."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,7 +10,19 @@ from mlx.utils import tree_flatten, tree_map
 
 from .drafters import Drafter
 from .drafters.base import DrafterState
-from .stream import Turn
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A stream at rest: what its drafter knows of the caches, which are given back.
+
+    A stale one costs acceptance only: drafts never change the distribution.
+    """
+
+    length: int  # tokens in the caches
+    tokens: mx.array  # (N,), the known ones of them, to the newest
+    draft_state: DrafterState | None  # None: lost, or made from the tokens alone
+    hidden: mx.array | None  # (1, 1, H), the row of the newest token
 
 
 def save_turn(file: str, turn: Turn | None, drafter: Drafter) -> None:

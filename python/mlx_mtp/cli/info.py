@@ -12,10 +12,10 @@ import mlx.core as mx
 from mlx_lm.utils import get_total_parameters
 
 from .. import __version__, blas, memory, tuning
+from ..context import bucket
 from ..drafters import MTPHeadDrafter
 from ..generation import DEFAULT_DEPTH
 from ..loading import inspect_model, load
-from ..stream import bucket
 from ..targets import as_target
 
 

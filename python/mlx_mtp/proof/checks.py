@@ -12,12 +12,12 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_sampler
 
 from .. import reference
+from ..context import bucket
 from ..drafters import Drafts
 from ..round import Round
 from ..sampling import SamplingParams
 from ..speculative import SpeculativeDecoder
 from ..state import Position, classify
-from ..stream import bucket
 from . import statistics
 from .streams import Restricted, Streams, drafter_of, draw_plain, own_logits
 
