@@ -798,8 +798,8 @@ def test_a_row_that_is_removed_keeps_its_heads_state(qwen_head, processors):
             news = [out for out in next(batch) if out.id == row]
             taken += [step.token for out in news for step in out.steps]
         batch.remove(row)
-        turn = decoder._turns[caches[0]]
-        check_at_rest(qwen_head, turn, turn.draft_state, PROMPT, taken)
+        prefix = decoder._prefixes[caches[0]]
+        check_at_rest(qwen_head, prefix, prefix.draft_state, PROMPT, taken)
         assert processors or taken == plain_tokens(model, PROMPT, len(taken))
 
 

@@ -137,7 +137,7 @@ def test_what_a_snapshot_did_not_know_is_forgotten(llama):
     start = decoder.snapshot(caches)
     decoder.feed([4, 5], caches)
     decoder.restore(caches, start)
-    assert caches[0] not in decoder._turns
+    assert caches[0] not in decoder._prefixes
 
 
 def test_sessions_are_coupled_too(demo):

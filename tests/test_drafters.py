@@ -173,16 +173,16 @@ def test_the_heads_state_at_rest_is_that_of_a_fresh_one(qwen_head, taken):
     cache = target.make_cache()
     for _ in decoder.stream(prompt, max_tokens=taken, caches=cache):
         pass
-    turn = decoder._turns[cache[0]]
-    check_at_rest(qwen_head, turn, turn.draft_state[0], prompt, truth[:taken])
+    prefix = decoder._prefixes[cache[0]]
+    check_at_rest(qwen_head, prefix, prefix.draft_state[0], prompt, truth[:taken])
 
 
-def check_at_rest(qwen_head, turn, state, prompt, tokens):
-    """A turn, and the head's state in it, are those of a prompt and tokens."""
+def check_at_rest(qwen_head, prefix, state, prompt, tokens):
+    """A prefix, and the head's state in it, are those of a prompt and tokens."""
     full, target = prompt + tokens, qwen_head.target
     hidden = target.prefill(mx.array([full]), target.make_cache()).hidden
-    assert turn.length == len(full) and turn.tokens.tolist() == full
-    assert mx.allclose(turn.hidden, hidden[:, -1:], atol=1e-5)
+    assert prefix.length == len(full) and prefix.tokens.tolist() == full
+    assert mx.allclose(prefix.hidden, hidden[:, -1:], atol=1e-5)
     fresh = qwen_head.drafter.prefill(
         qwen_head.drafter.begin(mx.array([prompt]), 256),
         mx.array([full[1:]]),
@@ -243,8 +243,8 @@ def test_a_broken_off_stream_leaves_the_heads_state_in_step(
         steps.close()
         if taken > 5:
             assert bool(steps.telemetry.step_downs) == bool(fails or lost)
-        turn = decoder._turns[cache[0]]
-        check_at_rest(qwen_head, turn, turn.draft_state, prompt, truth)
+        prefix = decoder._prefixes[cache[0]]
+        check_at_rest(qwen_head, prefix, prefix.draft_state, prompt, truth)
 
 
 def test_an_error_at_the_first_token_leaves_the_heads_state(qwen_head):
@@ -259,8 +259,8 @@ def test_an_error_at_the_first_token_leaves_the_heads_state(qwen_head):
 
     with pytest.raises(ZeroDivisionError):
         next(decoder.stream(prompts[1], caches=cache, processors=[broken]))
-    turn, held = decoder._turns[cache[0]], prompts[0] + tokens
-    check_at_rest(qwen_head, turn, turn.draft_state, held, prompts[1])
+    prefix, held = decoder._prefixes[cache[0]], prompts[0] + tokens
+    check_at_rest(qwen_head, prefix, prefix.draft_state, held, prompts[1])
 
 
 class Flagging:
@@ -299,8 +299,8 @@ def test_a_stream_closed_in_front_of_unusable_logits_keeps_the_heads_state(
         tokens = [next(steps).token for _ in range(4)]
         steps.close()
     assert tokens == truth
-    turn = decoder._turns[cache[0]]
-    check_at_rest(qwen_head, turn, turn.draft_state, prompt, truth)
+    prefix = decoder._prefixes[cache[0]]
+    check_at_rest(qwen_head, prefix, prefix.draft_state, prompt, truth)
 
 
 def chained(drafter, full, hidden, length, depth=3):

@@ -51,13 +51,13 @@ from mlx_mtp.drafters import (
     Gemma4AssistantDrafter,
 )
 from mlx_mtp.loading import DEMO, load_drafter
+from mlx_mtp.prefixes import load_prefix, save_prefix
 from mlx_mtp.round import Round
 from mlx_mtp.sampling import SamplingParams
 from mlx_mtp.speculative import SpeculativeDecoder
 from mlx_mtp.state import KVView, classify
 from mlx_mtp.state.window import RotatingView
 from mlx_mtp.targets import Gemma4Target, as_target
-from mlx_mtp.turns import load_turn, save_turn
 
 HEADS = {
     "tied": {},
@@ -211,11 +211,11 @@ def test_a_cache_is_taken_up_from_a_file(model, tmp_path):
     steps = decoder.stream(prompt, max_tokens=99, caches=caches)
     first = [step.token for step in islice(steps, 9)]
     steps.close()
-    file = str(tmp_path / "turn.safetensors")
-    save_turn(file, decoder._turns[caches[0]], drafter)
-    turn = load_turn(file, drafter)
-    assert turn.draft_state == () and turn.length == 29
-    decoder._turns[caches[0]] = turn
+    file = str(tmp_path / "prefix.safetensors")
+    save_prefix(file, decoder._prefixes[caches[0]], drafter)
+    prefix = load_prefix(file, drafter)
+    assert prefix.draft_state == () and prefix.length == 29
+    decoder._prefixes[caches[0]] = prefix
     steps = decoder.stream(more, max_tokens=20, caches=caches)
     tokens = [step.token for step in steps]
     assert tokens == plain_tokens(model, prompt + first + more, 20)

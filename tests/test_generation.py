@@ -327,7 +327,7 @@ def test_only_the_last_drafters_of_a_model_are_kept(demo, demo_parts):
         drafter = MTPHeadDrafter(demo_parts.drafter.head, demo_parts.target)
         decoder = find_decoder(model, drafter, 3)
         assert find_decoder(model, drafter, 3) is decoder
-        assert find_decoder(model, drafter, 2)._turns is decoder._turns
+        assert find_decoder(model, drafter, 2)._prefixes is decoder._prefixes
         alive.append(weakref.ref(drafter))
         del drafter, decoder
         gc.collect()

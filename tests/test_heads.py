@@ -185,7 +185,7 @@ def test_the_state_at_rest_is_that_of_a_fresh_head(tiny, taken, limit):
     list(islice(steps, taken))
     steps.close()
     if limit and taken > 1 and len(tiny.drafter.head.chain) > 1:
-        assert cache[0] not in decoder._turns
+        assert cache[0] not in decoder._prefixes
         return
     full = prompt + truth[:taken]
     hidden = tiny.target.prefill(mx.array([full]), tiny.target.make_cache()).hidden
@@ -195,7 +195,7 @@ def test_the_state_at_rest_is_that_of_a_fresh_head(tiny, taken, limit):
         hidden[:, :-1],
         256,
     )
-    (buffers, offset, *carry), *_ = decoder._turns[cache[0]].draft_state
+    (buffers, offset, *carry), *_ = decoder._prefixes[cache[0]].draft_state
     assert offset.item() == len(full) - 1
     assert len(carry) == len(tiny.drafter.head.chain) - 1
     for x, y in zip(tree_flatten(buffers), tree_flatten(fresh[0]), strict=True):
@@ -213,7 +213,7 @@ def test_a_prompt_cache_in_a_file_keeps_the_heads_state(tiny, tmp_path):
         pass
     save_prompt_cache(file, caches, model=model)
     loaded = load_prompt_cache(file, model=model)
-    ours, theirs = (decoder._turns[c[0]].draft_state for c in (caches, loaded))
+    ours, theirs = (decoder._prefixes[c[0]].draft_state for c in (caches, loaded))
     leaves = [tree_flatten(state) for state in (ours, theirs)]
     assert len(leaves[0]) == len(leaves[1]) > 4
     assert all(mx.array_equal(x, y) for (_, x), (_, y) in zip(*leaves, strict=True))

@@ -21,7 +21,7 @@ LAYERS = [
     {"sampling", "telemetry", "state", "adaptive", "memory", "grammar"},
     {"heads"},
     {"drafters", "targets"},
-    {"round", "shaping", "turns"},
+    {"round", "shaping", "prefixes"},
     {"context"},
     {"stream", "thinking", "batch_prompts", "batch_round"},
     {"speculative"},

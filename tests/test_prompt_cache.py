@@ -116,12 +116,12 @@ def test_any_decoding_goes_on_from_a_file(demo, texts, first, whole, tmp_path, m
 
 
 def test_a_state_of_another_drafter_is_left_out(qwen_head, tmp_path):
-    file, caches = str(tmp_path / "turn.safetensors"), qwen_head.target.make_cache()
+    file, caches = str(tmp_path / "prefix.safetensors"), qwen_head.target.make_cache()
     decoder = SpeculativeDecoder(qwen_head.target, qwen_head.drafter, 3)
-    assert not decoder.load_turn(file, caches)
+    assert not decoder.load_prefix(file, caches)
     list(decoder.stream(random_prompt(9, 128, 1), max_tokens=5, caches=caches))
-    decoder.save_turn(file, caches)
-    assert decoder.load_turn(file, caches)
+    decoder.save_prefix(file, caches)
+    assert decoder.load_prefix(file, caches)
     other = as_target(tiny_qwen(hidden=32))
     wide = as_target(tiny_qwen(seed=5))
     for target, drafter in (
@@ -129,10 +129,11 @@ def test_a_state_of_another_drafter_is_left_out(qwen_head, tmp_path):
         (wide, random_head(wide, mtp={"mtp_num_hidden_layers": 2})),
         (qwen_head.target, NGramDrafter()),
     ):
-        loads = SpeculativeDecoder(target, drafter, 3).load_turn(file, caches)
+        loads = SpeculativeDecoder(target, drafter, 3).load_prefix(file, caches)
         assert not loads, drafter.name
-    decoder.save_turn(file, qwen_head.target.make_cache())  # nothing is known of these
-    assert not decoder.load_turn(file, caches)
+    # Nothing is known of new ones.
+    decoder.save_prefix(file, qwen_head.target.make_cache())
+    assert not decoder.load_prefix(file, caches)
 
 
 @pytest.mark.parametrize(

@@ -345,18 +345,18 @@ def test_the_head_is_at_the_positions_of_its_target(tiny, name, size, limit):
     )
     tokens = [step.token for step in islice(steps, count)]
     steps.close()
-    turn = decoder._turns[caches[0]]
+    prefix = decoder._prefixes[caches[0]]
     embeds, hidden, positions = rows_of(tiny, name, tokens)
     embeds = embeds[1:]
     keys, _ = head_rows(tiny, embeds, hidden[:-1], positions[:, :-1])
-    (pair, *_), offset, delta = turn.draft_state
+    (pair, *_), offset, delta = prefix.draft_state
     assert offset.tolist() == [prompt.tokens.size + count - 1]
     assert delta.tolist() == [DELTAS[name]]
     assert mx.allclose(pair[0][0, :, : offset.item()], keys, 1e-3, 1e-4)
     context = DraftContext(
-        mx.array([[7]]), mx.array([1]), turn.hidden, 256, 3, greedy_draw
+        mx.array([[7]]), mx.array([1]), prefix.hidden, 256, 3, greedy_draw
     )
-    drafts, _ = tiny.drafter.propose(turn.draft_state, context)
+    drafts, _ = tiny.drafter.propose(prefix.draft_state, context)
     token, expected = 7, []
     for _ in range(3):
         embeds = mx.concatenate([embeds, tiny.target.embed(mx.array([token]))])
@@ -418,7 +418,7 @@ def test_turns_with_and_without_images(tiny, talk, drafter):
         assert turn(decoder, tiny.model, talk, i, caches) == talk.tokens[i]
         assert caches[-1][0].tolist() == [delta]
     if drafter is tiny.drafter:
-        assert decoder._turns[caches[0]].draft_state[-1].tolist() == [-9]
+        assert decoder._prefixes[caches[0]].draft_state[-1].tolist() == [-9]
 
 
 def test_a_later_turn_of_plain_ids(tiny, talk):
@@ -438,7 +438,7 @@ def test_copies_files_and_snapshots_keep_the_distance(tiny, talk, tmp_path):
     mark = decoder.snapshot(caches)
     copy = copy_prompt_cache(caches, model=tiny.model)
     loaded = load_prompt_cache(file, model=tiny.model)
-    state = decoder._turns[loaded[0]].draft_state
+    state = decoder._prefixes[loaded[0]].draft_state
     assert state[-1].tolist() == [-5]
     turn(decoder, tiny.model, talk, 2, caches)
     assert caches[-1][0].tolist() == [-9]

@@ -14,12 +14,12 @@ import mlx.core as mx
 from .adaptive import Pace
 from .drafters.base import DrafterState
 from .memory import Watch
+from .prefixes import CachedPrefix
 from .round import Round, StepDown, drafting
 from .state import Leaves, cached_tokens
 from .targets import TargetOutput
 from .targets.vision_prompt import PromptPart, VisionPrompt
 from .telemetry import Telemetry
-from .turns import Turn
 
 MIN_BUCKET = 256
 MAX_RESERVED = 1024  # tokens of a stream that get their cache slots at the start
@@ -61,11 +61,11 @@ def bucket(length: int) -> int:
 class Context:
     """The prompt and the tokens that a stream has read.
 
-    At rest the caches are whole and ``turn`` is beside them; tokens of plain steps are
-    ``loose`` until the drafter gets them, and ``unfed`` are emitted tokens that are not
-    in the caches yet. While rounds run the caches are empty.
+    At rest the caches are whole and ``prefix`` is beside them; tokens of plain steps
+    are ``loose`` until the drafter gets them, and ``unfed`` are emitted tokens that are
+    not in the caches yet. While rounds run the caches are empty.
 
-    ``turns`` has what other streams left beside their caches; None if these caches are
+    ``prefixes`` has what streams left beside their caches; None if these caches are
     nobody else's. ``joint`` gives what was read of the prompt with those of others.
     """
 
@@ -76,7 +76,7 @@ class Context:
         prompt: mx.array,
         images: VisionPrompt | None,
         caches: list[Any],
-        turns: WeakKeyDictionary[Any, Turn] | None,
+        prefixes: WeakKeyDictionary[Any, CachedPrefix] | None,
         *,
         max_tokens: int,
         prefill_step_size: int,
@@ -90,7 +90,7 @@ class Context:
         self.target, self.drafter = self.round.target, self.round.drafter
         self.prompt_left = prompt.size  # tokens that are not in the caches
         self.joint: Callable[[list[Any]], TargetOutput] | None = None
-        self.turns, self.telemetry = turns, Telemetry()
+        self.prefixes, self.telemetry = prefixes, Telemetry()
         self.max_tokens = math.inf if max_tokens == -1 else max_tokens
         self._prefill_step_size = prefill_step_size
         self._progress = progress or (lambda done, total: None)
@@ -98,7 +98,7 @@ class Context:
         self._watched = 0  # the capacity that memory allows
         self.capacity = 0
         self.most = math.inf  # tokens that need room at its limit
-        self.turn: Turn | None = None
+        self.prefix: CachedPrefix | None = None
         self.loose: list[tuple[mx.array, mx.array | None]] = []
         self.unfed: list[int] = []
         self.earlier = 0  # known tokens of earlier streams
@@ -129,12 +129,12 @@ class Context:
     @property
     def length(self) -> int:
         """Tokens in the caches."""
-        return self.turn.length + len(self.loose)
+        return self.prefix.length + len(self.loose)
 
     @property
     def history(self) -> mx.array:
         """``(N,)``, the tokens of this stream in the caches."""
-        tokens = [self.turn.tokens[self.earlier :], *(t for t, _ in self.loose)]
+        tokens = [self.prefix.tokens[self.earlier :], *(t for t, _ in self.loose)]
         return mx.concatenate(tokens)
 
     @property
@@ -166,7 +166,7 @@ class Context:
     def prompt_is_new(self) -> bool:
         """Whether the whole prompt can be read at once, into empty caches."""
         fits = self.prompt.size <= self._prefill_step_size and self._images is None
-        return fits and self.turn is None and not cached_tokens(self.caches)
+        return fits and self.prefix is None and not cached_tokens(self.caches)
 
     def feed_prompt(self) -> None:
         """Feeds the prompt for a later stream."""
@@ -188,8 +188,8 @@ class Context:
             self.joint = None
         with self.telemetry.phase("prefill"):
             total = self.prompt.size
-            self.turn = self._begin(total)
-            self.earlier = self.turn.tokens.size
+            self.prefix = self._begin(total)
+            self.earlier = self.prefix.tokens.size
             self._progress(0, total)
         done, logits = 0, None
         while total - done > apart:
@@ -215,14 +215,14 @@ class Context:
         part = self._images and self._images.part(start, stop)
         return self.prompt[start:stop], part
 
-    def _begin(self, total: int) -> Turn:
-        """The turn in front of the prompt, an earlier one's if it left the caches."""
+    def _begin(self, total: int) -> CachedPrefix:
+        """The prefix in front of the prompt, as an earlier stream left it."""
         cached = cached_tokens(self.caches)
-        turn = self.turns.get(self.caches[0]) if self.turns else None
+        prefix = self.prefixes.get(self.caches[0]) if self.prefixes else None
         if cached is None and self.round.coupled:
-            turn = None  # or the coins would depend on what was decoded before
-        if turn is not None and cached is None:
-            cached = turn.length
+            prefix = None  # or the coins would depend on what was decoded before
+        if prefix is not None and cached is None:
+            cached = prefix.length
         cached = cached or 0
         reserved = int(min(self.max_tokens, MAX_RESERVED))
         spare = 2 * (self.pace.max_depth + 1)
@@ -233,16 +233,16 @@ class Context:
             wanted = self._watched, self.pace.max_depth
             args = cached + total, self._prefill_step_size
             self._bound(self.memory.start(*wanted, *args))
-        if turn is not None and turn.length == cached:
-            state = turn.draft_state
+        if prefix is not None and prefix.length == cached:
+            state = prefix.draft_state
             if state is not None:
                 state = self.try_draft(self.drafter.grow, state, self.capacity)
-            return replace(turn, draft_state=state)
+            return replace(prefix, draft_state=state)
         state = None
         if self.follows:
             start = self.prompt[None, :0]
             state = self.try_draft(self.drafter.begin, start, self.capacity)
-        return Turn(cached, self.prompt[:0], state, None)
+        return CachedPrefix(cached, self.prompt[:0], state, None)
 
     # Memory
 
@@ -275,7 +275,7 @@ class Context:
         marks = [a.mark(c) for a, c in self.parts]
         try:
             out = self._forward(tokens, part)
-            self.turn, self.unfed = self._extended(tokens, out.hidden, part), []
+            self.prefix, self.unfed = self._extended(tokens, out.hidden, part), []
         except BaseException:
             for (adapter, cache), mark in zip(self.parts, marks, strict=True):
                 adapter.rewind(cache, mark)
@@ -302,12 +302,12 @@ class Context:
     def evaluate(self) -> None:
         """What is left lazy belongs to this thread, and the caller may go on in another
         one."""
-        turn = self.turn
-        mx.eval([a.arrays(c) for a, c in self.parts], turn.tokens, turn.hidden)
-        if turn.draft_state is not None and (
-            self.try_draft(evaluated, turn.draft_state) is None
+        prefix = self.prefix
+        mx.eval([a.arrays(c) for a, c in self.parts], prefix.tokens, prefix.hidden)
+        if prefix.draft_state is not None and (
+            self.try_draft(evaluated, prefix.draft_state) is None
         ):
-            self.turn = replace(turn, draft_state=None)
+            self.prefix = replace(prefix, draft_state=None)
 
     def quantise(self) -> None:
         """Quantises the caches that have grown to the limit, as ``mlx_lm`` does."""
@@ -357,7 +357,7 @@ class Context:
         self.quantise()
 
     def merge(self) -> None:
-        """Puts the tokens of plain steps into the turn."""
+        """Puts the tokens of plain steps into the prefix."""
         if not self.loose:
             return
         tokens, hidden = zip(*self.loose, strict=True)
@@ -365,31 +365,31 @@ class Context:
         if all(row is not None for row in hidden):
             rows = mx.concatenate(hidden, axis=1)
         elif self.drafter.needs_hidden:  # the drafter starts anew
-            self.turn = replace(self.turn, draft_state=None)
-        self.turn, self.loose = self._extended(mx.concatenate(tokens), rows), []
+            self.prefix = replace(self.prefix, draft_state=None)
+        self.prefix, self.loose = self._extended(mx.concatenate(tokens), rows), []
         self.evaluate()
 
     # Drafter
 
     def _extended(
         self, tokens: mx.array, hidden: mx.array | None, part: PromptPart | None = None
-    ) -> Turn:
-        """The turn with ``tokens`` ``(N,)`` behind it and ``hidden`` ``(1, N, H)``."""
-        turn = self.turn
-        length = turn.length + tokens.size
-        known = mx.concatenate([turn.tokens, tokens])
+    ) -> CachedPrefix:
+        """The prefix and ``tokens`` ``(N,)``, which gave ``hidden`` ``(1, N, H)``."""
+        prefix = self.prefix
+        length = prefix.length + tokens.size
+        known = mx.concatenate([prefix.tokens, tokens])
         if not self.follows:
-            state = turn.draft_state if self.resumes else None
-            return Turn(length, known, state, None)
+            state = prefix.draft_state if self.resumes else None
+            return CachedPrefix(length, known, state, None)
         if hidden is None:
             self.step_down("the model gave no hidden rows")
-            return Turn(length, known, None, None)
-        state = turn.draft_state
+            return CachedPrefix(length, known, None, None)
+        state = prefix.draft_state
         if state is not None:
             state = self.try_draft(
-                self._drafted, state, turn.hidden, tokens[None], hidden, length, part
+                self._drafted, state, prefix.hidden, tokens[None], hidden, length, part
             )
-        return Turn(length, known, state, hidden[:, -1:])
+        return CachedPrefix(length, known, state, hidden[:, -1:])
 
     def _drafted(self, state, before, tokens, hidden, length, part):
         """The drafter's state behind tokens; it gets each with the row before it."""
@@ -428,14 +428,14 @@ class Context:
     def ready_drafter(self) -> DrafterState | None:
         """The drafter's state for rounds from here on; None, and a step down, if it
         has none."""
-        turn, state = self.turn, self.turn.draft_state
-        if self.drafter.needs_hidden and turn.hidden is None:
+        prefix, state = self.prefix, self.prefix.draft_state
+        if self.drafter.needs_hidden and prefix.hidden is None:
             self.step_down("the model gave no hidden rows")
             return None
         if state is not None and not self.resumes:
             return state
-        self.capacity = max(self.capacity, bucket(turn.length))
-        room = turn.tokens[None], self.capacity
+        self.capacity = max(self.capacity, bucket(prefix.length))
+        room = prefix.tokens[None], self.capacity
         if state is None:
             return self.try_draft(self.drafter.begin, *room)
         return self.try_draft(self.drafter.resume, state, *room)
@@ -446,7 +446,7 @@ class Context:
 
     def clear(self) -> None:
         """Empties the caches once rounds have their arrays."""
-        self.turn = None
+        self.prefix = None
         for adapter, cache in self.parts:
             adapter.clear(cache)
 
@@ -459,16 +459,16 @@ class Context:
 
     def close(self) -> None:
         """Leaves all that was emitted in the caches, and what is known beside them."""
-        if self.turn is None:
+        if self.prefix is None:
             return
         self.merge()
         if self.unfed:
             self.feed_unfed()
         self.evaluate()
-        if self.drafter.needs_hidden and self.turn.draft_state is None:
-            self.turns.pop(self.caches[0], None)
+        if self.drafter.needs_hidden and self.prefix.draft_state is None:
+            self.prefixes.pop(self.caches[0], None)
         else:
-            self.turns[self.caches[0]] = self.turn
+            self.prefixes[self.caches[0]] = self.prefix
 
 
 def evaluated(draft_state: DrafterState) -> DrafterState:

@@ -44,7 +44,7 @@ def save_prompt_cache(
     refuse_taken(cache)
     lm_cache.save_prompt_cache(fspath(file_name), cache, metadata)
     if decoder := _decoder(model, mtp):
-        decoder.save_turn(_beside(file_name), cache)
+        decoder.save_prefix(_beside(file_name), cache)
     else:
         Path(_beside(file_name)).unlink(missing_ok=True)
 
@@ -72,7 +72,7 @@ def load_prompt_cache(
     cache, metadata = lm_cache.load_prompt_cache(fspath(file_name), True)
     mx.eval([entry.state for entry in cache])  # another thread may go on
     if decoder := _decoder(model, mtp):
-        decoder.load_turn(_beside(file_name), cache)
+        decoder.load_prefix(_beside(file_name), cache)
     return (cache, metadata) if return_metadata else cache
 
 

@@ -26,13 +26,13 @@ from .adaptive import (
 from .context import Context, Quantisation, refuse_taken
 from .drafters import DrafterMismatch
 from .memory import Footprint, MemoryPolicy, Watch
+from .prefixes import CachedPrefix, load_prefix, save_prefix
 from .round import Round
 from .sampling import SamplingParams, stream_key
 from .shaping import Controller, HostSide, Processor, RowShaper, Sampler
 from .state import classify
 from .stream import Step, Stream, UnusableLogits
 from .targets.vision_prompt import VisionPrompt
-from .turns import Turn, load_turn, save_turn
 
 __all__ = [
     "Snapshot",
@@ -52,7 +52,7 @@ class Snapshot:
     """A prompt cache at one point, made by ``SpeculativeDecoder.snapshot``."""
 
     marks: tuple[Any, ...]  # one a cache, by its adapter
-    turn: Turn | None
+    prefix: CachedPrefix | None
 
 
 class SpeculativeDecoder:
@@ -99,7 +99,7 @@ class SpeculativeDecoder:
         self._acceptance: dict[bool, Acceptance] = defaultdict(Acceptance)
         self._rounds: dict[tuple, Round] = {}
         self._weights: list[mx.array] = []
-        self._turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
+        self._prefixes: WeakKeyDictionary[Any, CachedPrefix] = WeakKeyDictionary()
 
     def stream(
         self,
@@ -173,7 +173,7 @@ class SpeculativeDecoder:
         seeds = keys if coupled and not greedy else None
         shaper = _make_shaper(processors, sampler, params, controller, seeds)
         host = HostSide(shaper, controller, self.target.vocab_size)
-        turns = None if caches is None else self._turns
+        prefixes = None if caches is None else self._prefixes
         caches = self.target.make_cache() if caches is None else caches
         refuse_taken(caches)
         orders = params.filter_order, draft_params.filter_order
@@ -182,7 +182,7 @@ class SpeculativeDecoder:
             self._pace(greedy, shaper is None and not hasattr(controller, "mask")),
             *_check_prompt(prompt, self.target),
             caches,
-            turns,
+            prefixes,
             max_tokens=max_tokens,
             prefill_step_size=prefill_step_size,
             progress=progress,
@@ -219,7 +219,7 @@ class SpeculativeDecoder:
             FixedDepth(1),
             *_check_prompt(tokens, self.target),
             caches,
-            self._turns,
+            self._prefixes,
             max_tokens=-1,
             prefill_step_size=prefill_step_size,
             progress=progress,
@@ -234,7 +234,7 @@ class SpeculativeDecoder:
         """
         adapters = classify(caches, self.target.adapters)
         marks = [a.mark(c) for a, c in zip(adapters, caches, strict=True)]
-        return Snapshot(tuple(marks), self._turns.get(caches[0]))
+        return Snapshot(tuple(marks), self._prefixes.get(caches[0]))
 
     def restore(self, caches: list[Any], snapshot: Snapshot) -> None:
         """Brings the caches, and the drafter's state, back to a snapshot of them.
@@ -244,10 +244,10 @@ class SpeculativeDecoder:
         adapters = classify(caches, self.target.adapters)
         for adapter, cache, mark in zip(adapters, caches, snapshot.marks, strict=True):
             adapter.rewind(cache, mark)
-        if snapshot.turn is None:
-            self._turns.pop(caches[0], None)
+        if snapshot.prefix is None:
+            self._prefixes.pop(caches[0], None)
         else:
-            self._turns[caches[0]] = snapshot.turn
+            self._prefixes[caches[0]] = snapshot.prefix
 
     def with_depth(
         self,
@@ -256,30 +256,30 @@ class SpeculativeDecoder:
     ) -> SpeculativeDecoder:
         """A decoder of another depth that shares the drafter's state of all caches."""
         other = SpeculativeDecoder(self.target, self.drafter, depth, costs)
-        other._turns = self._turns
+        other._prefixes = self._prefixes
         return other
 
     def fork(self, caches: list[Any]) -> list[Any]:
         """A copy of the caches that goes on by itself, with the drafter's state."""
         copies = deepcopy(caches)
-        if turn := self._turns.get(caches[0]):
-            self._turns[copies[0]] = turn
+        if prefix := self._prefixes.get(caches[0]):
+            self._prefixes[copies[0]] = prefix
         return copies
 
-    def save_turn(self, file: str, caches: list[Any]) -> None:
+    def save_prefix(self, file: str, caches: list[Any]) -> None:
         """Writes the drafter's state of the caches to a safetensors file."""
-        save_turn(file, self._turns.get(caches[0]), self.drafter)
+        save_prefix(file, self._prefixes.get(caches[0]), self.drafter)
 
-    def load_turn(self, file: str, caches: list[Any]) -> bool:
-        """Gives the caches the drafter's state that ``save_turn`` wrote.
+    def load_prefix(self, file: str, caches: list[Any]) -> bool:
+        """Gives the caches the drafter's state that ``save_prefix`` wrote.
 
         Returns:
             bool: Whether there was one, of this drafter.
         """
-        turn = load_turn(file, self.drafter)
-        if turn is not None:
-            self._turns[caches[0]] = turn
-        return turn is not None
+        prefix = load_prefix(file, self.drafter)
+        if prefix is not None:
+            self._prefixes[caches[0]] = prefix
+        return prefix is not None
 
     def _watch(self, policy: MemoryPolicy | None, caches) -> Watch | None:
         """Holds a stream over these caches to a policy."""

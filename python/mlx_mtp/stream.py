@@ -12,10 +12,10 @@ import mlx.core as mx
 
 from .context import Context, bucket, evaluated
 from .drafters import Drafts
+from .prefixes import CachedPrefix
 from .round import Proposal, RoundState, StepDown
 from .shaping import Decision, HostSide, apply_mask, check_forced
 from .state import newest
-from .turns import Turn
 
 
 class UnusableLogits(RuntimeError):
@@ -380,12 +380,12 @@ class Stream:
         draft_state = context.ready_drafter()
         if draft_state is None:
             return None
-        turn = context.turn
+        prefix = context.prefix
         state, proposal = self._round.begin(
             context.adopt(),
-            turn.length,
+            prefix.length,
             draft_state,
-            turn.hidden,
+            prefix.hidden,
             self._keys,
             self._params,
             self._draft_params,
@@ -396,7 +396,7 @@ class Stream:
             state["given"] = self._place([])
         pending = _Pending(state, logits, proposal=proposal, fed=0)
         pending = self._settle(pending, host.has_part(self._round.width))
-        self._length, self._tokens, self._taken = turn.length, turn.tokens, []
+        self._length, self._tokens, self._taken = prefix.length, prefix.tokens, []
         self._block, self._state, pending.state = None, pending.state, None
         context.clear()
         return pending
@@ -417,9 +417,9 @@ class Stream:
         drafts = None
         if context.resumes and "draft" in state:
             drafts = context.try_draft(self._drafter.trim, state["draft"], tokens.size)
-        turn = Turn(block.length + steps, tokens, drafts, None)
+        prefix = CachedPrefix(block.length + steps, tokens, drafts, None)
         self._keys = state.get("keys", self._keys)
-        context.turn, context.unfed, self._taken = turn, unfed, []
+        context.prefix, context.unfed, self._taken = prefix, unfed, []
         self._state = self._replayable = self._rows = self._block = None
         state["leaves"] = None
         if not (context.follows and "draft" in state):
@@ -430,7 +430,7 @@ class Stream:
             kept = self._kept if behind is None else self._kept_of_later
             draft_state = context.try_draft(kept, state, block, rows)
             hidden = rows[:, block.cached :][:, :1]
-            context.turn = replace(turn, draft_state=draft_state, hidden=hidden)
+            context.prefix = replace(prefix, draft_state=draft_state, hidden=hidden)
         context.quantise()
         context.evaluate()
 
@@ -456,7 +456,7 @@ class Stream:
         return evaluated(self._drafter.rewind(state["draft"], surplus))
 
     def _close(self) -> None:
-        if self.context.turns is None:
+        if self.context.prefixes is None:
             return  # nobody else has the caches
         if self._state is not None:
             self._pause()

@@ -1,4 +1,4 @@
-"""What a drafter knows of a prompt cache, also in a file."""
+"""What prompt caches hold and a drafter knows of it, also in a file."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .drafters.base import DrafterState
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A stream at rest: what its drafter knows of the caches, which are given back.
+class CachedPrefix:
+    """What the caches of a stream at rest hold, and its drafter knows of it.
 
     A stale one costs acceptance only: drafts never change the distribution.
     """
@@ -25,23 +25,23 @@ class Turn:
     hidden: mx.array | None  # (1, 1, H), the row of the newest token
 
 
-def save_turn(file: str, turn: Turn | None, drafter: Drafter) -> None:
-    """Writes a turn; without one, an earlier file is removed."""
-    if turn is None:
+def save_prefix(file: str, prefix: CachedPrefix | None, drafter: Drafter) -> None:
+    """Writes a prefix; without one, an earlier file is removed."""
+    if prefix is None:
         Path(file).unlink(missing_ok=True)
         return
-    arrays = {"tokens": turn.tokens}
-    if turn.hidden is not None:
-        arrays["hidden"] = turn.hidden
-    if turn.draft_state is not None and drafter.needs_hidden:
-        leaves = tree_flatten(turn.draft_state)
+    arrays = {"tokens": prefix.tokens}
+    if prefix.hidden is not None:
+        arrays["hidden"] = prefix.hidden
+    if prefix.draft_state is not None and drafter.needs_hidden:
+        leaves = tree_flatten(prefix.draft_state)
         arrays |= {f"state.{i}": x for i, (_, x) in enumerate(leaves)}
-    metadata = {"drafter": drafter.name, "length": str(turn.length)}
+    metadata = {"drafter": drafter.name, "length": str(prefix.length)}
     mx.save_safetensors(file, arrays, metadata)
 
 
-def load_turn(file: str, drafter: Drafter) -> Turn | None:
-    """Reads a turn; None if there is no file, or it is of another drafter."""
+def load_prefix(file: str, drafter: Drafter) -> CachedPrefix | None:
+    """Reads a prefix; None if there is no file, or it is of another drafter."""
     if not Path(file).exists():
         return None
     arrays, metadata = mx.load(file, return_metadata=True)
@@ -53,7 +53,7 @@ def load_turn(file: str, drafter: Drafter) -> Turn | None:
         state = _state(arrays, drafter.begin(tokens[None, :0], 1))
         if state is None:
             return None
-    return Turn(int(metadata["length"]), tokens, state, arrays.get("hidden"))
+    return CachedPrefix(int(metadata["length"]), tokens, state, arrays.get("hidden"))
 
 
 def _state(arrays: dict[str, mx.array], like: DrafterState) -> DrafterState | None:
