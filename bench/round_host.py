@@ -18,7 +18,9 @@ of the last round; ``python``, the loop itself. ``loop`` is all but ``submit``. 
 are not in it: they run on MLX's thread. ``python_parts`` splits ``python``, one
 function a pass: ``read`` a round, with the counters; ``take`` its tokens; ``hand_over``
 it to MLX; the rest is the loop and the caller. ``bare`` is the loop alone, around one
-round that is there already, again and again.
+round that is there already, again and again. ``beside`` is by the clock: how much
+longer a round of a stream takes than the evaluation, ``model``, of the graph of such a
+round that is there already; in pairs of streams.
 
 Capacity: time and extra peak memory of rounds whose attention reads the first 256
 slots, in key and value buffers of 256 to 65,536 slots. Both must not grow.
@@ -26,6 +28,7 @@ slots, in key and value buffers of 256 to 65,536 slots. Both must not grow.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import StringIO
@@ -223,6 +226,7 @@ def loop_row(streams: int) -> dict:
         "us_a_round": us,
         "python_parts": found,
         "bare_us": median(_bare_loop(subject, prompt) for _ in range(streams)),
+        "beside_us": _beside_model(subject, prompt, streams),
         "spread": spread(parts["loop"]),
     }
 
@@ -253,6 +257,38 @@ def _loop_parts(
             if turn:  # the first compiles
                 parts.setdefault(part, []).append(1e6 * value / rounds)
     return parts
+
+
+def _beside_model(subject, prompt, pairs: int) -> dict[str, float]:
+    """Medians over pairs of streams, microseconds of a round, and the spread."""
+    import mlx.core as mx
+    import rounds
+
+    from mlx_mtp.sampling import SamplingParams
+
+    params, seconds = SamplingParams(), {"stream": [], "model": []}
+    round_ = rounds.make_round(subject.target, subject.drafter, DEPTH, params)
+    for turn in range(pairs + 1):
+        steps = subject.decoder(DEPTH).stream(prompt, max_tokens=160)
+        next(steps)
+        begin = perf_counter()
+        for _ in steps:
+            pass
+        took = perf_counter() - begin - steps.telemetry.seconds["close"]
+        state, alone = rounds.begin(round_, prompt, params, 256), 0.0
+        for _ in range(steps.telemetry.rounds):
+            state, result = round_(state, 256)
+            begin = perf_counter()
+            mx.eval(state, result.counts)
+            alone += perf_counter() - begin
+        if turn:  # the first compiles
+            seconds["stream"].append(took / steps.telemetry.rounds)
+            seconds["model"].append(alone / steps.telemetry.rounds)
+    both = zip(seconds["stream"], seconds["model"], strict=True)
+    beside = [1e6 * (stream - model) for stream, model in both]
+    low, middle, high = statistics.quantiles(beside, n=4, method="inclusive")
+    us = {name: 1e6 * median(values) for name, values in seconds.items()}
+    return {**us, "beside": middle, "quartiles": [low, high]}
 
 
 def _bare_loop(subject, prompt) -> float:
@@ -384,6 +420,12 @@ def show_loop(row: dict) -> None:
     print(
         f"loop: bar {row['bar_us']}, spread {row['spread']:.0%}, bare "
         f"{row['bare_us']:.0f}"
+    )
+    beside = row["beside_us"]
+    low, high = beside["quartiles"]
+    print(
+        f"by the clock: stream {beside['stream']:.0f}, model {beside['model']:.0f}, "
+        f"beside it {beside['beside']:.0f} ({low:.0f} to {high:.0f})"
     )
 
 

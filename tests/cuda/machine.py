@@ -179,6 +179,8 @@ class Memory:
                 ctypes.c_void_p(key),
                 ctypes.c_size_t(root.nbytes),
             )
+            # The copy of pageable memory may go on behind the call.
+            self._machine.call("cuStreamSynchronize", None)
             self._copies[key] = (root, start.value, at)
         return self._copies[key][2] + x.ctypes.data - key
 
