@@ -1,9 +1,11 @@
 """``mlx-mtp bench``: the gate, the turns, the numbers, and who is measured."""
 
 import json
+import os
 import sys
 from types import SimpleNamespace
 
+import mlx.core as mx
 import mlx_lm
 import pytest
 
@@ -40,7 +42,7 @@ import time
 from types import SimpleNamespace
 ctypes.CDLL("/usr/lib/libSystem.B.dylib").mach_absolute_time()
 def generate_ar(runtime, prompt, *, max_tokens, stop_token_ids, token_callback, **_):
-    assert runtime.model.dtype == "mlx.core.float32" and 4087 in stop_token_ids
+    assert runtime.model.dtype == "DTYPE" and 4087 in stop_token_ids
     tokens = list(range(max_tokens))
     time.sleep(0.05)  # ahead of the first token
     for token in tokens:
@@ -59,9 +61,11 @@ def generate_mtpk(*args, speculative_depth, verify_core, **options):
 def mtplx(tmp_path, monkeypatch):
     folder = tmp_path / "packages" / "mtplx"
     folder.mkdir(parents=True)
+    # As the demo is loaded.
+    dtype = mx.float32 if mx.default_device() == mx.cpu else mx.float16
     for name, text in MTPLX.items():
-        (folder / f"{name}.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", str(folder.parent))
+        (folder / f"{name}.py").write_text(text.replace("DTYPE", str(dtype)))
+    monkeypatch.setenv("PYTHONPATH", str(folder.parent), prepend=os.pathsep)
     return sys.executable
 
 

@@ -198,10 +198,10 @@ def test_compile_does_not_merge_different_rings():
 
 
 def test_streams_and_threads():
-    results = {}
+    results, device = {}, mx.default_device()
 
     def work(i):
-        with mx.stream(mx.new_stream(mx.cpu)):
+        with mx.stream(mx.new_stream(device)):
             cache = mx.zeros((1, 1, 64, 8))
             for n in range(64):
                 rows = mx.full((1, 1, 1, 8), float(i))

@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
+from plain import closeness
 
 import mlx_mtp
 from mlx_mtp import NGramDrafter, SamplingParams, generate, make_sampler
@@ -55,10 +56,9 @@ def test_string_prompts_are_encoded_as_in_mlx_lm(demo):
 def test_logprobs_are_lazy_and_equal_mlx_lm(demo, prompt):
     ours = list(mlx_mtp.stream_generate(*demo, prompt, max_tokens=12))
     theirs = list(mlx_lm.stream_generate(*demo, prompt, max_tokens=12))
-    # float16 logits; on a GPU a block of rows rounds otherwise.
-    tolerance = 1e-4 if mx.default_device() == mx.cpu else 0.1
+    atol = closeness(1e-4, 0.1)  # the logits are float16 on a GPU
     for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=tolerance)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=atol)
 
 
 def test_drafted_tokens_are_marked(demo, prompt):

@@ -4,7 +4,7 @@ from importlib import import_module
 
 import mlx.core as mx
 import pytest
-from plain import contents
+from plain import contents, equal
 from tiny import ScriptedDrafter, plain_tokens, random_prompt
 
 from mlx_mtp.speculative import SpeculativeDecoder
@@ -73,8 +73,8 @@ def test_a_qwen_target_gives_hidden_rows_that_make_its_logits(qwen):
     rows = mx.array([random_prompt(6, 128, 2)])
     out = target.prefill(rows, target.make_cache())
     assert out.hidden.shape == (1, 6, target.hidden_size)
-    assert mx.array_equal(out.logits, qwen(rows))
-    assert mx.array_equal(out.logits, target.logits(out.hidden))
+    assert equal(out.logits, qwen(rows))
+    assert equal(out.logits, target.logits(out.hidden))
 
 
 def test_a_step_of_a_qwen_target_is_that_of_its_model(qwen):
@@ -84,11 +84,11 @@ def test_a_step_of_a_qwen_target_is_that_of_its_model(qwen):
     for i, token in enumerate(tokens):  # the first finds empty caches
         row = mx.array([[token]])
         out = target.step(row, ours)
-        assert mx.array_equal(out.logits, qwen(row, cache=theirs)), i
-        assert mx.array_equal(target.logits(out.hidden), out.logits)
+        assert equal(out.logits, qwen(row, cache=theirs)), i
+        assert equal(target.logits(out.hidden), out.logits)
     for x, y in zip(ours, theirs, strict=True):
         for a, b in zip(contents(x), contents(y), strict=True):
-            assert a.dtype == b.dtype and mx.array_equal(a, b)
+            assert equal(a, b)
 
 
 def test_a_step_of_a_padded_cache_is_the_models_own(qwen):
@@ -100,7 +100,7 @@ def test_a_step_of_a_padded_cache_is_the_models_own(qwen):
             if hasattr(cache, "left_padding"):
                 cache.left_padding = mx.array([4])  # one token is left of the next row
     logits = target.step(row, ours).logits
-    assert mx.array_equal(logits, qwen(row, cache=theirs))
+    assert equal(logits, qwen(row, cache=theirs))
 
 
 def test_a_padded_qwen_prompt_is_read_in_pieces_as_by_its_model(qwen):
@@ -112,11 +112,11 @@ def test_a_padded_qwen_prompt_is_read_in_pieces_as_by_its_model(qwen):
             cache.prepare(lengths=lengths)
     for piece in (tokens[:, :5], tokens[:, 5:]):
         logits = target.prefill(piece, ours).logits, qwen(piece, cache=theirs)
-        assert mx.array_equal(logits[0][0], logits[1][0])
+        assert equal(logits[0][0], logits[1][0])
     for a, b in zip(ours, theirs, strict=True):
         if hasattr(a, "left_padding"):
             assert a.lengths.tolist() == b.lengths.tolist()
-            assert all(mx.array_equal(*x) for x in zip(a.cache, b.cache, strict=True))
+            assert all(equal(*x) for x in zip(a.cache, b.cache, strict=True))
 
 
 @pytest.mark.parametrize("cuts", [[17], [1, 16], [6, 11], [16, 1], [5, 1, 2, 9]])
@@ -129,8 +129,8 @@ def test_a_qwen_prompt_leaves_what_the_models_own_forward_does(qwen, cuts):
     for count in cuts:
         outs.append(target.prefill(tokens[:, begin : begin + count], caches))
         begin += count
-    assert mx.array_equal(mx.concatenate([x.logits for x in outs], axis=1), logits)
-    assert mx.array_equal(mx.concatenate([x.hidden for x in outs], axis=1), hidden)
+    assert equal(mx.concatenate([x.logits for x in outs], axis=1), logits)
+    assert equal(mx.concatenate([x.hidden for x in outs], axis=1), hidden)
     for cache, other in zip(caches, expected, strict=True):
         for x, y in zip(contents(cache), contents(other), strict=True):
-            assert x.dtype == y.dtype and mx.array_equal(x, y)
+            assert equal(x, y)
