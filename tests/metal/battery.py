@@ -130,6 +130,16 @@ def filters(machine, seed):
     for params in ({"min_p": 1e-9}, *few):
         for order in cases.ORDERS:
             yield emulated.sample(x, u, filter_order=order, **params)
+    # A second logit at the bound of what is collected, and next to it.
+    x = np.full((3, 300), -5, np.float32)
+    x[:, 0] = 0
+    bound = np.float32(-0.125) - np.float32(1e-6) * np.float32(0.125)
+    x[:, 256] = np.nextafter(bound, np.float32([-1, bound, 0]))
+    yield emulated.sample(x, u, top_k=2)
+    # As many equal candidates as are few, more threads, and a draft out of range.
+    most, coins = Host(machine, seed=seed), np.zeros((1, 3), np.float32)
+    even = np.zeros((1, 2, 512), np.float32)
+    yield most.verify_draft(even, np.full((1, 1), 512), uniforms=coins, top_k=1)
     # Little weight that is kept, and keys for one bin too many.
     x = np.zeros((2, 3000), np.float32)
     x[0, 9] = 0.3
@@ -160,8 +170,8 @@ def coupled(machine, seed, dtypes=DTYPES):
             yield got
             tokens = np.where(got[0][:, :2] >= 0, got[0][:, :2], tokens)
             case["draft_lengths"] = np.array([2, k])
-    # Fewer groups than a chunk has, and a greedy first id.
-    rows, tokens = np.zeros((1, 2, 300), np.float32), np.zeros((1, 1))
+    # Fewer groups than a chunk has, a greedy first id, more drafts than words.
+    rows, tokens = np.zeros((1, 4, 300), np.float32), np.zeros((1, 3))
     words = np.zeros((1, 2), np.uint32)
     one = Host(machine, seed=seed)
     for params in ({"top_k": 3}, {"temperature": 0}):
@@ -233,6 +243,20 @@ def drafts(machine, seed):
         for coin in (0, 0.999):
             u = np.full((4, 3), coin, np.float32)
             yield emulated.verify_draft(*inputs, uniforms=u, **options)
+    # An accepted draft whose log-probability is not wanted.
+    u = np.zeros((4, 3), np.float32)
+    yield emulated.verify_draft(*inputs[:2], uniforms=u, logprobs=False)
+    # A residual of less than 2^-28, and the first id where without the draft it
+    # would be the second, by one simdgroup.
+    x = np.zeros((1, 2, 256), np.float32)
+    x[0, 0, 7] = 25
+    u = np.array([[1.5, 0.9, 0]], np.float32)
+    yield emulated.verify_draft(x, np.full((1, 1), 7), uniforms=u)
+    x = np.full((1, 2, 40), -9, np.float32)
+    x[0, 0, :3] = np.log([0.3, 0.35, 0.35])
+    u = np.array([[0.999, 0.4, 0]], np.float32)
+    one = Host(machine, threads=32, seed=seed)
+    yield one.verify_draft(x, np.ones((1, 1)), uniforms=u, top_k=3)
     # No draft at all, of none.
     none = np.zeros((4, 0), np.int32), np.zeros((4, 0, 320), np.float32)
     u = np.full((4, 2), 0.5, np.float32)
@@ -294,6 +318,13 @@ def borders(machine, seed):
     for params in ({}, {"min_p": 0.5}):
         yield emulated.verify_draft(flat, none, uniforms=u, **params)
     yield Host(machine, 1024, 64, seed).verify_draft(flat, none, uniforms=u)
+    # One group alone of two that a thread has: the last of the row, drawn with a
+    # uniform of 1, the first, and the second.
+    x = np.full((3, 1, 33 * 256), -np.inf, np.float32)
+    x[0, 0, -256:] = x[1, 0, :256] = x[2, 0, 256:512] = 0
+    u = np.array([[1, 1], [1, 1], [0.5, 0]], np.float32)
+    one = Host(machine, 4096, 32, seed)
+    yield one.verify_draft(x, np.zeros((3, 0)), uniforms=u)
     # Logits of both zeros, far apart, and one value alone.
     x = np.array([[-0.0, 0.0, -1, 0], [3e38, -3e38, 5, 3e38], [-80, 2, -90, 1]])
     u = np.full((3, 2), 0.99, np.float32)
