@@ -554,6 +554,9 @@ def test_masks_of_a_block_follow_its_drafts_and_end_at_one_that_does_not_fit():
     assert masks[0].tolist() == [[1 << 8, 0], [1 << 7, 0], [1 << 6, 0], [0, 0], [0, 0]]
     assert down.token == 9
     assert block_masks(down, [-1], 40)[0].tolist() == [[1 << 8, 0], [0, 0]]
+    with pytest.raises(ValueError):  # a negative shift
+        block_masks(down, list(range(8, -1, -1)), vocab_size=40)
+    assert down.token == 9
 
 
 @pytest.mark.parametrize("size", [3, 32, 33, 70])

@@ -2,7 +2,7 @@
 was fed exactly the prompt and the emitted tokens, bit for bit.
 """
 
-from itertools import islice
+from itertools import islice, product
 
 import mlx.core as mx
 import numpy as np
@@ -268,7 +268,7 @@ def with_mlx_lm(plain):
     known = {"processors": [], "stop_tokens": (), "progress": lambda *_: None}
     known |= {"seed": None, "max_tokens": 40}
     loop = PlainLoop(plain.model, None)
-    return lambda **options: loop.stream(PROMPT, **known, **options)
+    return lambda **options: loop.stream(PROMPT, **{**known, **options})
 
 
 def in_a_batch(plain):
@@ -298,6 +298,10 @@ DRAWS = {
 }
 
 
+def unchanged(tokens, logits):
+    return logits
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("draws", DRAWS)
 def test_no_token_in_front_of_an_impossible_one_is_lost(plain, draws, loop):
@@ -306,9 +310,9 @@ def test_no_token_in_front_of_an_impossible_one_is_lost(plain, draws, loop):
         return  # its sampler draws
     stream = LOOPS[loop](plain)
     for text in ([999], [3, 999], [3, -1], ["a"], []):
-        for masks in (False, True):
+        for masks, hosts in product((False, True), ({}, {"processors": [unchanged]})):
             caches, tokens, good = plain.target.make_cache(), [], text[:-1]
-            options = {**DRAWS[draws], "controller": ForcesNone(text, masks)}
+            options = {**DRAWS[draws], **hosts, "controller": ForcesNone(text, masks)}
             with pytest.raises((ValueError, TypeError, ZeroDivisionError)):
                 for step in stream(caches=caches, **options):
                     tokens.append(step.token)

@@ -3,6 +3,7 @@
 import json
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 from reasoning_support import qwen3_5_vocabulary, qwen3_vocabulary
@@ -366,6 +367,31 @@ def test_the_adapter_forces_by_mask_and_reads_no_token_too_early():
         [0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
     ]
     assert spy.read == stream[:7]
+
+
+def test_what_the_adapter_keeps_comes_with_the_next_call():
+    """For a loop that does not ask, behind the token that it still held."""
+
+    class Fails(Spy):
+        def forced(self):
+            return [10] if len(self.read) == 5 else []
+
+    class Closed(Spy):
+        masks = True
+
+        def forced(self):
+            return []
+
+        def mask(self):
+            return np.full(1, len(self.read) < 5, np.uint32)
+
+    row, stream = mx.zeros((1, 10)), [9, 9, 4, 4, 4, 4, 4]
+    for controller, error in ((Fails(), "vocabulary"), (Closed(), "no token")):
+        adapter = ControllerProcessor(controller)
+        adapter(mx.array(stream[:2]), row)
+        adapter(mx.array(stream), row)
+        with pytest.raises((ValueError, RuntimeError), match=error):
+            adapter(mx.array([*stream, 4]), row)
 
 
 # Setup

@@ -16,7 +16,7 @@ VerifyDraftParams verify_params(
     bool logprobs,
     const VerifyDraft::Optional& has);
 
-// Buffers 12 to 16: what shape_rows() leaves, `sums` bytes if there are no
+// Buffers 12 to 17: what shape_rows() leaves, `sums` bytes if there are no
 // filters, and `last` bytes. Those that are not used have one byte.
 std::vector<mx::array> verify_scratch(
     Encoder& encoder,

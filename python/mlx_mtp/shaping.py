@@ -136,15 +136,17 @@ def block_masks(
     """
     masks = np.zeros((1, len(drafts) + 1, (vocab_size + 31) // 32), np.uint32)
     mark = controller.checkpoint()
-    for row, draft in zip(masks[0], [*drafts, -1], strict=True):
-        mask = controller.mask()
-        size = min(len(mask), len(row))
-        row[:size] = mask[:size]
-        known = 0 <= draft < vocab_size
-        if not known or not row[draft // 32] >> (draft % 32) & 1:
-            break
-        controller.accept(draft)
-    controller.restore(mark)
+    try:
+        for row, draft in zip(masks[0], [*drafts, -1], strict=True):
+            mask = controller.mask()
+            size = min(len(mask), len(row))
+            row[:size] = mask[:size]
+            known = 0 <= draft < vocab_size
+            if not known or not row[draft // 32] >> (draft % 32) & 1:
+                break
+            controller.accept(draft)
+    finally:
+        controller.restore(mark)
     return masks
 
 
@@ -404,11 +406,11 @@ class HostSide:
         if not self.masks:
             return forced
         # A short text is given to the rounds in place of drafts, which need not end;
-        # but one that cannot be is an error behind its last good token.
-        # Where the host decides, masks alone force it: a processor sees every row.
-        short = len(forced) <= 2 * width
-        given = short and all(is_token(x, self.vocab_size) for x in forced)
-        return () if given or self.always else forced
+        # where the host decides, masks alone force it: a processor sees every row.
+        # But one that cannot be is an error behind its last good token.
+        given = self.always or len(forced) <= 2 * width
+        possible = all(is_token(token, self.vocab_size) for token in forced)
+        return () if given and possible else forced
 
     def given(self, depth: int) -> list[int]:
         """The forced tokens that stand in place of drafts of the next round."""

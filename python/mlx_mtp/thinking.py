@@ -188,7 +188,7 @@ class ControllerProcessor:
     Forced tokens are forced by a mask. Tokens are read no earlier than the controller
     may act, so a loop that runs ahead of the host keeps its lead until then; while it
     masks, that is at every token. Such a loop has not given out the newest token yet,
-    so what fails behind that one is kept for ``check``.
+    so what fails behind that one is kept for ``check``, or for the next call.
     """
 
     def __init__(self, controller: Controller):
@@ -198,6 +198,7 @@ class ControllerProcessor:
         self._error: Exception | None = None
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        self.check()
         if self._start < 0:
             self._start = self._seen = tokens.size  # the prompt
         try:
@@ -226,4 +227,6 @@ class ControllerProcessor:
             self.forced.add(self._seen - self._start)
             allowed = mx.arange(logits.shape[-1]) == token
             return mx.where(allowed, 0.0, -mx.inf)[None].astype(logits.dtype)
+        if masks and not np.any(controller.mask()):
+            raise RuntimeError("The controller allows no token.")
         return steer(controller, logits)
