@@ -245,7 +245,8 @@ class Workshop:
 def survivors():
     """Mutants that can not be seen, with the reason."""
     lines = (HERE / "survivors.txt").read_text().splitlines()
-    pairs = [line.split(" | ") for line in lines if line and not line.startswith("#")]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    pairs = [line.rsplit(" | ", 1) for line in lines]
     return {mutant.strip(): reason.strip() for mutant, reason in pairs}
 
 
