@@ -322,7 +322,7 @@ def test_nothing_is_left_of_requests_that_ended(pools):
         gc.collect()
         mx.synchronize()  # what is still computed is held
         held.append(mx.get_active_memory())
-    assert held[1] <= held[0] + 1024  # a slot has 100 KiB
+    assert held[1] <= held[0] + 2**14  # a slot has 100 KiB, small states differ
 
 
 class Breaks:
