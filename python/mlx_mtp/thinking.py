@@ -17,7 +17,7 @@ from .reasoning import (
     Vocabulary,
     resolve,
 )
-from .shaping import Controller, check_forced, steer
+from .shaping import Controller, add_bias, apply_mask, check_forced
 
 
 class MissingCapability(ReasoningError):
@@ -227,6 +227,10 @@ class ControllerProcessor:
             self.forced.add(self._seen - self._start)
             allowed = mx.arange(logits.shape[-1]) == token
             return mx.where(allowed, 0.0, -mx.inf)[None].astype(logits.dtype)
-        if masks and not np.any(controller.mask()):
+        logits = add_bias(controller.bias(), logits)
+        if not masks:
+            return logits
+        mask = controller.mask()
+        if not np.any(mask):
             raise RuntimeError("The controller allows no token.")
-        return steer(controller, logits)
+        return apply_mask(mx.array(mask), logits)
