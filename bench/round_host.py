@@ -63,7 +63,7 @@ def main():
         show_capacity(row)
     common.write(args.json, header, rows)
     loop = next(row for row in rows if row["name"] == "loop")
-    raise SystemExit(not args.quick and loop["beside_us"]["beside"] > LOOP_BAR_US)
+    raise SystemExit(not args.quick and loop["us_a_round"]["loop"] > LOOP_BAR_US)
 
 
 def stream(layers: int, capacity: int, **sizes):
