@@ -101,6 +101,21 @@ def test_a_batch_of_eight_with_its_own_parameters(machine, dtype):
         )
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_log_probabilities_can_be_left_out(machine, params, order):
+    rng = np.random.default_rng(6)
+    shape = {"temperature": 0.6, **params, "filter_order": order}
+    for kind in ("point", "temperature"):
+        case, _ = verify_case(rng, "float32", 700, shape, kind, batch=16)
+        emulated = random_host(machine, rng)
+        given = emulated.verify_draft(**case)
+        tokens, accepted, logprobs = emulated.verify_draft(**case, logprobs=False)
+        np.testing.assert_array_equal(tokens, given[0])
+        np.testing.assert_array_equal(accepted, given[1])
+        assert (logprobs == -7).all()  # not written
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [0, 2], ids=["flat", "normal"])
 @pytest.mark.parametrize(
