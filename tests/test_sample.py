@@ -191,6 +191,22 @@ def test_parameters_of_each_sequence():
         assert check_rows(x[b], u[b], params, np.array(tokens[b]), stats[b]) == 0
 
 
+def test_numbers_are_as_arrays():
+    """More of them than a GPU keeps copies of, and the first ones again."""
+    rng = np.random.default_rng(5)
+    temperatures = np.float32(0.25) + np.arange(1100, dtype=np.float32) / 256
+    x = array(rng.normal(0, 3, (1, 50)))
+    u = mx.array(rng.random((1, 2), np.float32))
+    many = [mx.repeat(a, 1100, axis=0) for a in (x, u)]
+    tokens, stats = sample(*many, temperature=mx.array(temperatures), top_p=0.9)
+    for i in [*range(1100), *range(10)]:
+        number = temperatures[i].item()
+        for temperature in (number, mx.array([number])):
+            token, one = sample(x, u, temperature=temperature, top_p=0.9)
+            assert token.item() == tokens[i].item()
+            assert mx.array_equal(one[0], stats[i])
+
+
 def test_small_temperatures_are_greedy_and_finite():
     x = mx.array([[20.0, 10.0, 0.0]] * 4).astype(mx.float16)
     temperature = mx.array([-0.0, 1e-6, 1e-40, 1.0])

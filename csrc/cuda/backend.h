@@ -3,6 +3,7 @@
 // null.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 
@@ -17,9 +18,11 @@ struct dim3 {
 
 namespace mlx::core::cu {
 
-// Where Buffer::ptr() leads. The rest of it is not used.
+// Where Buffer::ptr() leads.
 struct CudaBuffer {
   void* data;
+  size_t size;
+  int device; // -1: managed memory
 };
 
 class __attribute__((visibility("default"))) CommandEncoder {

@@ -26,9 +26,10 @@ inline int chunk_size(int rows, int vocab) {
   return static_cast<int64_t>(rows) * vocab < (1 << 23) ? 4096 : 16384;
 }
 
-// Groups whose weights a simdgroup of the second dispatch sums, likewise.
-inline int part_size(int rows, int vocab) {
-  return chunk_size(rows, vocab) == 4096 ? 1 : 8;
+// Groups whose weights a simdgroup of the second dispatch sums, of so many of
+// all sequences: more where there is a GPU full of simdgroups anyway.
+inline int part_size(int64_t groups) {
+  return std::clamp<int64_t>((groups + 2699) / 2700, 1, 8);
 }
 
 // Threads of a threshold: more where few rows leave the GPU empty.

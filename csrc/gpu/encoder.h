@@ -3,7 +3,9 @@
 // the tests with an emulator.
 #pragma once
 
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "kernel_source.h"
 #include "mlx/array.h"
@@ -44,9 +46,18 @@ class Encoder {
   // data is set: MLX asks an output for its primitive.
   void eval(mx::array& lazy);
 
+  // x, or the same values where the device reads them fast: MLX may keep a
+  // number in the host's memory.
+  mx::array resident(const mx::array& x);
+
   // Keeps x alive until the kernels have run. No input or output may share its
   // data: MLX does not order other work after it.
   void add_temporary(const mx::array& x);
+
+  // Keeps data of inputs and outputs until the kernels have run, where
+  // can_keep(): on Metal this has not been tried.
+  void keep(std::vector<std::shared_ptr<mx::array::Data>> used);
+  static bool can_keep();
 
   mx::Stream stream() const {
     return stream_;

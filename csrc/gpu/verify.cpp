@@ -24,8 +24,8 @@ VerifyDraftParams verify_params(
   params.chunk = chunk_size(rows, V);
   params.chunks = ceil_div(V, params.chunk);
   params.groups = ceil_div(V, GROUP);
-  params.part = part_size(rows, V);
   params.batch = in[0].shape(0);
+  params.part = part_size(int64_t(params.batch) * params.groups);
   params.drafts = in[0].shape(1) - 1;
   params.filtered = filtered;
   params.temperature_first = temperature_first;

@@ -70,6 +70,18 @@ void Encoder::eval(mx::array& lazy) {
   lazy.primitive().eval_gpu(lazy.inputs(), outputs);
 }
 
+mx::array Encoder::resident(const mx::array& x) {
+  return x;
+}
+
+void Encoder::keep(std::vector<std::shared_ptr<mx::array::Data>>) {
+  throw std::runtime_error("[gpu] Metal keeps no data for recordings.");
+}
+
+bool Encoder::can_keep() {
+  return false;
+}
+
 void Encoder::add_temporary(const mx::array& x) {
   encoder(stream_).add_temporary(x);
 }

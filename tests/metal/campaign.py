@@ -171,7 +171,7 @@ def run(machine, dtype, count, seed=0, op="verify_draft"):
             chunk=int(choose(rng, [256, 4096])[0]),
             threads=int(choose(rng, [32, 64, 128])[0]),
             seed=int(rng.integers(0, 100)),
-            part=int(choose(rng, [1, 4])[0]),
+            part=int(choose(rng, [1, 3, 4])[0]),
         )
         with np.errstate(all="ignore"):
             expected = on_cpu(case, dtype)

@@ -162,10 +162,10 @@ class Host:
     def chunk_size(self, rows, V):
         return self.chunk or (4096 if rows * V < 2**23 else 16384)
 
-    def sizes(self, rows, V):
+    def sizes(self, B, rows, V):
         """Logits of a chunk and groups of a part."""
-        chunk = self.chunk_size(rows, V)
-        return chunk, self.part or (8 if chunk == 16384 else 1)
+        groups = B * -(-V // 256)
+        return self.chunk_size(rows, V), self.part or min(-(-groups // 2700), 8)
 
     def launch(self, kernel, grid, threads, buffers):
         threads = self.threads or threads
@@ -245,7 +245,7 @@ class Host:
         if draft_temperature is None:
             draft_temperature = params.get("temperature", 1)
         rows = B * T + (B * (T - 1) if draft is not None else 0)
-        sizes = self.sizes(rows, V)
+        sizes = self.sizes(B, rows, V)
         constants, buffers = verify_arguments(
             x, y, draft_tokens, uniforms, draft_lengths, allowed, sizes, params
         )
@@ -278,7 +278,7 @@ class Host:
         """As ``mlx_mtp.ops.verify_coupled`` -> tokens, accepted, logprobs."""
         x = target if target.dtype != np.float32 else store(target, dtype)
         B, T, V = x.shape
-        rows, sizes = B * T, self.sizes(B * T, V)
+        rows, sizes = B * T, self.sizes(B, B * T, V)
         verify, buffers = verify_arguments(
             x, x, draft_tokens, seed, draft_lengths, allowed, sizes, params
         )
@@ -299,7 +299,7 @@ class Host:
         self.launch(f"verify_draft_partials_{dtype}", grid, 128, buffers)
         if params.filtered:
             grid = (params.batch * (params.drafts + 1),)
-            threads = 640 if params.part == 1 else 512
+            threads = 640 if rows * params.vocab < 2**23 else 512
             self.launch(f"verify_draft_{second}_{dtype}", grid, threads, buffers)
 
     def launch_verify(self, dtype, params, rows, buffers):

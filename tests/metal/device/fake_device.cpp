@@ -270,6 +270,18 @@ void Encoder::eval(mx::array& lazy) {
   lazy.primitive().eval_cpu(lazy.inputs(), outputs);
 }
 
+mx::array Encoder::resident(const mx::array& x) {
+  return x;
+}
+
+void Encoder::keep(std::vector<std::shared_ptr<mx::array::Data>>) {
+  throw std::runtime_error("[gpu] The fake device keeps no data.");
+}
+
+bool Encoder::can_keep() {
+  return false;
+}
+
 void Encoder::add_temporary(const mx::array& x) {
   mx::cpu::get_command_encoder(stream_).add_temporary(x);
 }
