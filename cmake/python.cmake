@@ -33,7 +33,9 @@ file(WRITE "${CMAKE_CURRENT_BINARY_DIR}/_build.py"
 if(MLX_MTP_LTO)
   set(lto LTO)
 endif()
-nanobind_add_module(_ext NB_STATIC ${lto} NOMINSIZE NB_DOMAIN mlx csrc/bindings.cpp)
+nanobind_add_module(_ext NB_STATIC ${lto} NOMINSIZE NB_DOMAIN mlx
+                    csrc/bindings.cpp csrc/recordings.cpp)
+target_include_directories(_ext PRIVATE csrc)
 target_link_libraries(_ext PRIVATE mlx_mtp_ops)
 
 # libmlx is never copied into the wheel: it is found in the sibling mlx package.

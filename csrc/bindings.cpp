@@ -7,6 +7,7 @@
 #include <nanobind/stl/variant.h>
 
 #include "mlx_mtp/ops.h"
+#include "recordings.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -68,6 +69,8 @@ SamplingParams params_from(const std::string& op, const nb::dict& dict) {
 NB_MODULE(_ext, m) {
   // Registers mx.array and loads libmlx before our types look them up.
   nb::module_::import_("mlx.core");
+
+  bind_recordings(m);
 
   m.def(
       "commit_rows",

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from .drafters import DraftContext, Drafts
 from .ops import sample, verify_coupled, verify_draft
+from .recorded import Recorded
 from .sampling import FilterOrder, round_uniforms, split_keys, uniforms
 from .state import Adapter, Leaves, Position
 from .state.base import pad
@@ -393,13 +394,13 @@ class Round:
 
 
 def compiled(function, attended: int):
-    """A part of a round, compiled for a prefix of this length."""
+    """A part of a round, compiled and recorded for a prefix of this length."""
 
     def traced(*args):
         with weights_transposed():
             return function(*args, attended)
 
-    return mx.compile(traced)
+    return Recorded(mx.compile(traced))
 
 
 def _place(given: mx.array, drafts: Drafts) -> Drafts:
