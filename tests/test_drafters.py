@@ -347,4 +347,8 @@ def test_a_second_turn_drafts_like_one_long_prompt(demo_parts, first, limit):
         steps = decoder.stream(prompt, max_tokens=40, caches=cache)
         return [(step.token, step.from_draft) for step in steps]
 
-    assert marks(more, cache) == marks(prompt + start + more)
+    again, fresh = marks(more, cache), marks(prompt + start + more)
+    assert [token for token, _ in again] == [token for token, _ in fresh]
+    # Where rows round otherwise in a block, a draft may be another one at a near tie.
+    differ = sum(one != other for one, other in zip(again, fresh, strict=True))
+    assert differ <= closeness(0, 4)
