@@ -19,7 +19,8 @@ over it to its kernels, which any program has that runs this model; ``wait``, th
 of the last round; ``python``, the loop itself. ``loop`` is all but ``submit``. Kernels
 are not in it: they run on MLX's thread. ``python_parts`` splits ``python``, one
 function a pass: ``read`` a round, with the counters; ``take`` its tokens; ``hand_over``
-it to MLX; the rest is the loop and the caller. ``bare`` is the loop alone, around one
+it to MLX; the rest is the loop and the caller. ``unrecorded`` is the same without
+recordings. ``bare`` is the loop alone, around one
 round that is there already, again and again. ``beside`` is by the clock: how much
 longer a round of a stream takes than the evaluation, ``model``, of the graph of such a
 round that is there already; in pairs of streams.
@@ -218,6 +219,8 @@ def loop_row(streams: int) -> dict:
     prompt = subject.encode("What is 5736 + 4868?")
     with _thread_clock():
         parts = _loop_parts(subject, prompt, streams)
+        with _unrecorded():
+            unrecorded = _loop_parts(subject, prompt, streams)
         # A method and the phase within it, which is another part.
         methods = {
             "read": ("_read", "wait"),
@@ -235,6 +238,9 @@ def loop_row(streams: int) -> dict:
         "depth": DEPTH,
         "bar_us": LOOP_BAR_US,
         "us_a_round": us,
+        "unrecorded_us": {
+            part: median(unrecorded[part]) for part in ("loop", "submit")
+        },
         "python_parts": found,
         "bare_us": median(_bare_loop(subject, prompt) for _ in range(streams)),
         "beside_us": _beside_model(subject, prompt, streams),
@@ -356,6 +362,18 @@ def _timed(name: str | None) -> Iterator[list[float]]:
 
 
 @contextmanager
+def _unrecorded() -> Iterator[None]:
+    from mlx_mtp.recorded import Recorded
+
+    call = Recorded.__call__
+    Recorded.__call__ = lambda self, *args: self.function(*args)
+    try:
+        yield
+    finally:
+        Recorded.__call__ = call
+
+
+@contextmanager
 def _thread_clock() -> Iterator[None]:
     """Phases are counted in CPU time of the calling thread."""
     import mlx_mtp.telemetry
@@ -426,7 +444,7 @@ def show_graph(row: dict) -> None:
 
 
 def show_loop(row: dict) -> None:
-    for title in ("us_a_round", "python_parts"):
+    for title in ("us_a_round", "unrecorded_us", "python_parts"):
         parts = ", ".join(f"{part} {us:.0f}" for part, us in row[title].items())
         print(f"loop, {title}: {parts}")
     print(
