@@ -164,8 +164,7 @@ class RecordedProgram : public mx::Primitive {
 };
 
 // The operations between inputs and outputs in an order in which they can run:
-// what the last output needs first, and each as late as it can be. What depends
-// on no input is evaluated.
+// what the last output needs first, and each as late as it can be.
 class Walk {
  public:
   Walk(const Arrays& inputs, const Arrays& outputs) {
@@ -185,10 +184,10 @@ class Walk {
         }
       }
     }
-    mx::eval(constants_);
   }
 
   Arrays nodes;
+  Arrays constants; // what depends on no input
 
  private:
   void enter(const mx::array& x) {
@@ -208,7 +207,7 @@ class Walk {
       auto found = depends_.find(x.id());
       return found != depends_.end() && found->second;
     });
-    (depends ? nodes : constants_).push_back(node);
+    (depends ? nodes : constants).push_back(node);
     for (auto& x : node.outputs()) {
       depends_[x.id()] = depends;
     }
@@ -216,7 +215,6 @@ class Walk {
 
   std::unordered_map<std::uintptr_t, bool> depends_;
   std::vector<std::pair<mx::array, size_t>> stack_; // with the inputs visited
-  Arrays constants_;
 };
 
 bool can_record(const Arrays& nodes) {
@@ -344,10 +342,12 @@ struct Builder {
 std::optional<Recording> Recording::make(
     const std::vector<mx::array>& inputs,
     const std::vector<mx::array>& outputs) {
-  auto nodes = Walk(inputs, outputs).nodes;
+  Walk walk(inputs, outputs);
+  auto& nodes = walk.nodes;
   if (!can_record(nodes)) {
     return std::nullopt;
   }
+  mx::eval(walk.constants);
   auto stream = nodes[0].primitive().stream();
   auto last = last_readers(nodes, outputs);
   Numbers numbers;
