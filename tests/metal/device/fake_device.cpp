@@ -315,5 +315,8 @@ void VerifyDraft::eval_cpu(
 
 } // namespace mlx_mtp
 
-// nanobind takes a type from one module only, and the package has it already.
-void bind_recordings(nanobind::module_&) {}
+// Only a name for the package to import: nanobind takes a type from one module,
+// and the package may have it already.
+void bind_recordings(nanobind::module_& m) {
+  m.attr("Recordings") = nanobind::module_::import_("builtins").attr("object");
+}
