@@ -225,7 +225,7 @@ bool can_record(const Arrays& nodes) {
   bool one = std::all_of(nodes.begin(), nodes.end(), [&](auto& node) {
     return node.primitive().stream() == stream;
   });
-  return one && (stream.device == mx::Device::cpu || gpu::Encoder::can_keep());
+  return one && Recording::is_available(stream.device);
 }
 
 // The index of the last node that reads an array, or the number of nodes for an
@@ -338,6 +338,10 @@ struct Builder {
 };
 
 } // namespace
+
+bool Recording::is_available(mx::Device device) {
+  return device == mx::Device::cpu || gpu::Encoder::can_keep();
+}
 
 std::optional<Recording> Recording::make(
     const std::vector<mx::array>& inputs,

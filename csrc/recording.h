@@ -40,7 +40,10 @@ struct Program {
 // and held.
 class Recording {
  public:
-  // Nothing where the operations are on several streams or on Metal.
+  // Not on Metal.
+  static bool is_available(mx::Device device);
+
+  // Nothing where it is not available or the operations are on several streams.
   static std::optional<Recording> make(
       const std::vector<mx::array>& inputs,
       const std::vector<mx::array>& outputs);

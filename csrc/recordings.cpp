@@ -148,7 +148,7 @@ class Recordings {
  public:
   // function(*args), recorded when its arguments are the first of their kind.
   nb::object call(nb::handle function, nb::handle args) {
-    if (in_transformation()) {
+    if (in_transformation() || !Recording::is_available(mx::default_device())) {
       return function(*args);
     }
     Flat flat(args);
