@@ -1,6 +1,7 @@
 #include "recording.h"
 
 #include <algorithm>
+#include <set>
 #include <stdexcept>
 #include <unordered_map>
 #include <utility>
@@ -32,6 +33,11 @@ void drain(mx::Stream stream) {
     } catch (const std::exception&) {
     }
   }
+}
+
+std::set<mx::Stream>& streams() {
+  static thread_local std::set<mx::Stream> streams;
+  return streams;
 }
 
 // One evaluation of a program.
@@ -343,6 +349,12 @@ bool Recording::is_available(mx::Device device) {
   return device == mx::Device::cpu || gpu::Encoder::can_keep();
 }
 
+void Recording::synchronize() {
+  for (auto stream : streams()) {
+    drain(stream);
+  }
+}
+
 std::optional<Recording> Recording::make(
     const std::vector<mx::array>& inputs,
     const std::vector<mx::array>& outputs) {
@@ -353,6 +365,7 @@ std::optional<Recording> Recording::make(
   }
   mx::eval(walk.constants);
   auto stream = nodes[0].primitive().stream();
+  streams().insert(stream);
   auto last = last_readers(nodes, outputs);
   Numbers numbers;
   int count = 0;

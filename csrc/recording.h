@@ -48,6 +48,10 @@ class Recording {
       const std::vector<mx::array>& inputs,
       const std::vector<mx::array>& outputs);
 
+  // Waits for all streams that recordings of this thread have, whatever their
+  // errors.
+  static void synchronize();
+
   // Lazy outputs for inputs of the same shapes and dtypes.
   std::vector<mx::array> operator()(std::vector<mx::array> inputs) const;
 

@@ -217,5 +217,9 @@ void bind_recordings(nb::module_& m) {
           &Recordings::call,
           "function"_a,
           "args"_a,
-          "``function(*args)``, by a recording where there is one.");
+          "``function(*args)``, by a recording where there is one.")
+      .def_static(
+          "synchronize",
+          &Recording::synchronize,
+          "Wait for the streams that recordings of this thread have.");
 }

@@ -1,6 +1,8 @@
 """A recorded function is the function, bit by bit, and leaves its arguments alone."""
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from io import StringIO
@@ -527,3 +529,29 @@ def test_it_can_be_collected():
     del owner
     gc.collect()
     assert found() is None
+
+
+EXIT = """
+import atexit, os, time
+
+@atexit.register  # the first of them is called last
+def check():
+    begin = time.perf_counter()
+    mx.synchronize(stream)
+    os._exit(0 if time.perf_counter() - begin < 0.05 else 3)
+
+import mlx.core as mx
+from mlx_mtp.recorded import Recorded
+
+x = mx.random.normal((2000, 2000))
+mx.eval(x)
+stream = mx.new_stream(mx.default_device())
+with mx.stream(stream):
+    recorded = Recorded(lambda x: x @ x @ x)
+    recorded(x)
+    mx.async_eval(recorded(x))
+"""
+
+
+def test_nothing_is_under_way_at_exit():
+    assert subprocess.run([sys.executable, "-c", EXIT]).returncode == 0

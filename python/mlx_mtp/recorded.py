@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -46,3 +47,7 @@ class _Thread(threading.local):
 
     def __init__(self):
         self.recordings = Recordings()
+
+
+# A whole round may be under way then, and OpenBLAS hangs if it has to end within.
+atexit.register(Recordings.synchronize)

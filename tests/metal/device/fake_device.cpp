@@ -315,8 +315,12 @@ void VerifyDraft::eval_cpu(
 
 } // namespace mlx_mtp
 
-// Only a name for the package to import: nanobind takes a type from one module,
+// Only names for the package to import: nanobind takes a type from one module,
 // and the package may have it already.
 void bind_recordings(nanobind::module_& m) {
-  m.attr("Recordings") = nanobind::module_::import_("builtins").attr("object");
+  using namespace nanobind::literals;
+  auto nothing = nanobind::cpp_function([] {});
+  auto types = nanobind::module_::import_("types");
+  m.attr("Recordings") =
+      types.attr("SimpleNamespace")("synchronize"_a = nothing);
 }
