@@ -14,6 +14,7 @@ if mx.__version__ != _build.mlx_version:
 
 from ._ext import (
     commit_rows,
+    eval,
     gated_delta_replay,
     sample,
     verify_coupled,
@@ -22,6 +23,7 @@ from ._ext import (
 
 __all__ = [
     "commit_rows",
+    "eval",
     "gated_delta_replay",
     "sample",
     "verify_coupled",
