@@ -38,7 +38,6 @@ const Driver& driver() {
   static const Driver driver = [] {
     Driver d;
     auto* library = open({"libcuda.so.1"});
-    find(library, "cuCtxGetDevice", d.cuCtxGetDevice);
     find(library, "cuDeviceGetAttribute", d.cuDeviceGetAttribute);
     find(library, "cuModuleLoadData", d.cuModuleLoadData);
     find(library, "cuModuleGetFunction", d.cuModuleGetFunction);

@@ -11,7 +11,6 @@ struct _nvrtcProgram;
 namespace mlx_mtp::cuda {
 
 struct Driver {
-  int (*cuCtxGetDevice)(int* device);
   int (*cuDeviceGetAttribute)(int* value, int attribute, int device);
   int (*cuModuleLoadData)(CUmod_st** module, const void* image);
   int (*cuModuleGetFunction)(CUfunc_st** f, CUmod_st* module, const char* name);

@@ -24,6 +24,7 @@ namespace {
 constexpr int SIMD_SIZE = 32;
 constexpr size_t MANAGED_BYTES = 8; // MLX keeps so small arrays on the host
 constexpr size_t MAX_RESIDENT = 1024; // values that are kept on the device
+constexpr int MAX_BUFFERS = 24; // of a kernel
 
 struct Kernel {
   CUfunc_st* function;
@@ -32,14 +33,16 @@ struct Kernel {
 
 // `Arguments` of metal_stdlib.h.
 struct Arguments {
-  void* buffers[24];
+  void* buffers[MAX_BUFFERS];
   alignas(8) char bytes[192];
 };
 
 // The kernel that an encoder has selected and what is bound to it.
 struct Launch {
+  mx::cu::CommandEncoder* encoder;
   Kernel kernel;
-  std::map<int, void*> buffers; // by index
+  void* buffers[MAX_BUFFERS]; // by index
+  uint32_t bound; // a bit for each of them
   Arguments arguments;
 };
 
@@ -99,6 +102,11 @@ Launch& pending(void* pipeline) {
   return *static_cast<Launch*>(pipeline);
 }
 
+void bind(Launch& launch, const mx::array& x, int index) {
+  launch.buffers[index] = address(x);
+  launch.bound |= 1u << index;
+}
+
 } // namespace
 
 // By a concatenation of nothing: all else that MLX exports and that allocates
@@ -120,9 +128,8 @@ void Encoder::set_kernel(const KernelSource& source, const std::string& name) {
   static std::mutex mutex;
   static std::map<std::pair<int, std::string>, Kernel> kernels;
   static thread_local Launch launch;
-  encoder(stream_);
-  int device;
-  cuda::check("cuCtxGetDevice", cuda::driver().cuCtxGetDevice(&device));
+  launch.encoder = &encoder(stream_);
+  int device = stream_.device.index;
   std::lock_guard lock(mutex);
   auto it = kernels.find({device, name});
   if (it == kernels.end()) {
@@ -130,18 +137,20 @@ void Encoder::set_kernel(const KernelSource& source, const std::string& name) {
              .first;
   }
   launch.kernel = it->second;
-  launch.buffers.clear();
+  launch.bound = 0;
   pipeline_ = &launch;
 }
 
 void Encoder::set_input_array(const mx::array& x, int index) {
-  encoder(stream_).set_input_array(x);
-  pending(pipeline_).buffers[index] = address(x);
+  auto& launch = pending(pipeline_);
+  launch.encoder->set_input_array(x);
+  bind(launch, x, index);
 }
 
 void Encoder::set_output_array(mx::array& x, int index) {
-  encoder(stream_).set_output_array(x);
-  pending(pipeline_).buffers[index] = address(x);
+  auto& launch = pending(pipeline_);
+  launch.encoder->set_output_array(x);
+  bind(launch, x, index);
 }
 
 void Encoder::set_bytes(const void* data, size_t size, int) {
@@ -161,14 +170,16 @@ void Encoder::dispatch(int x, int y, int z, int threads) {
         << "grid is (" << x << ", " << y << ", " << z << ").";
     throw std::runtime_error(msg.str());
   }
-  auto& [kernel, buffers, arguments] = pending(pipeline_);
-  std::transform(
-      buffers.begin(), buffers.end(), arguments.buffers, [](auto& binding) {
-        return binding.second;
-      });
-  void* all[] = {&arguments};
-  encoder(stream_).add_kernel_node_raw(
-      kernel.function,
+  auto& launch = pending(pipeline_);
+  auto next = launch.arguments.buffers;
+  for (int i = 0; i < MAX_BUFFERS; ++i) {
+    if (launch.bound >> i & 1) {
+      *next++ = launch.buffers[i];
+    }
+  }
+  void* all[] = {&launch.arguments};
+  launch.encoder->add_kernel_node_raw(
+      launch.kernel.function,
       {unsigned(x), unsigned(y), unsigned(z)},
       {unsigned(threads), 1, 1},
       {},

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <initializer_list>
 #include <string>
 #include <utility>
 #include <vector>
@@ -100,8 +101,8 @@ class Kernels {
   template <typename F>
   void run(
       const std::string& name,
-      const std::vector<int>& reads,
-      const std::vector<int>& writes,
+      std::initializer_list<int> reads,
+      std::initializer_list<int> writes,
       int best,
       F&& grid) {
     encoder_.set_kernel(source_, name);
