@@ -74,8 +74,10 @@ def alternate(
     arms: dict[str, Callable[[], object]],
     repeats: int,
     clock: Callable[[], float] = perf_counter,
+    calls: int = 1,
 ) -> dict[str, list[float]]:
-    """Seconds of every call. The arms take turns, in reverse order every other time.
+    """Seconds of every call. The arms take turns of so many calls, in reverse order
+    every other time.
 
     An arm has to evaluate what it computes. ``clock=time.thread_time`` counts the
     calling thread's own work only.
@@ -83,7 +85,7 @@ def alternate(
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for i in range(repeats):
         names = list(arms) if i % 2 == 0 else list(arms)[::-1]
-        for name in names:
+        for name in [n for n in names for _ in range(calls)]:
             begin = clock()
             result = arms[name]()
             seconds[name].append(clock() - begin)
