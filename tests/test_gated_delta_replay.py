@@ -177,6 +177,18 @@ def test_nan_stays_in_its_head():
     assert mx.isfinite(state[0, 0]).all() and mx.isfinite(y[..., 0, :]).all()
 
 
+@pytest.mark.parametrize("Dk", [40, 128])
+def test_a_full_batch_is_its_sequences(Dk):
+    """A GPU divides the work of many rows another way."""
+    args = problem(B=4, T=3, Hk=16, Hv=32, Dk=Dk, Dv=128, dtype=mx.bfloat16)
+    args["steps"] = mx.array([3, 0, 1, 3])
+    state, y = gated_delta_replay(**args)
+    for b in range(4):
+        one = gated_delta_replay(**{n: x[b : b + 1] for n, x in args.items()})
+        assert equal(one[0], state[b : b + 1])
+        assert equal(one[1], y[b : b + 1])
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint32", "int64", "uint64"])
 def test_steps_of_any_integer_dtype_are_clamped(dtype):
     args = problem(T=3)

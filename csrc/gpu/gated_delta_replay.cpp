@@ -13,6 +13,12 @@ namespace {
 constexpr int MAX_KEY_DIM = 256;
 constexpr int ROW_LANES = 8; // threads of one value row
 
+// Value rows of a thread. Two read the keys once, which pays where there is a
+// GPU full of threads anyway; of wider ones it has registers for one.
+int rows_of_thread(int64_t rows, int key_dim) {
+  return key_dim <= 128 && rows >= 16384 ? 2 : 1;
+}
+
 // The dtype of the kernel: that of k, v and q where it is one.
 mx::Dtype common_dtype(const std::vector<mx::array>& inputs) {
   auto dtype = inputs[1].dtype();
@@ -106,7 +112,9 @@ void GatedDeltaReplay::eval_gpu(
   set_strides(params.beta_strides, beta);
   set_strides(params.q_strides, q);
   int B = v.shape(0);
-  if (B * params.value_heads * params.value_dim > 0) {
+  int64_t rows = int64_t(B) * params.value_heads * params.value_dim;
+  if (rows > 0) {
+    int each = rows_of_thread(rows, params.key_dim);
     gpu::Kernels kernels(
         encoder,
         kernels::gated_delta_replay,
@@ -114,12 +122,13 @@ void GatedDeltaReplay::eval_gpu(
         {state, k, v, g, beta, steps, q, outputs[0], y});
     kernels.run(
         std::string("gated_delta_replay_") + gpu::type_name(dtype) +
-            (params.key_dim <= 128 ? "_128" : "_256"),
+            (params.key_dim <= 128 ? "_128_" : "_256_") + std::to_string(each),
         {0, 1, 2, 3, 4, 5, 6},
         {7, 8},
         64,
         [&](int threads) {
-          int groups = gpu::ceil_div(params.value_dim, threads / ROW_LANES);
+          int groups =
+              gpu::ceil_div(params.value_dim, threads / ROW_LANES * each);
           return gpu::Grid{groups, params.value_heads, B};
         });
   }

@@ -399,20 +399,22 @@ def commits(machine, seed):
 
 def replays(machine, seed, dtypes=DTYPES):
     rng = np.random.default_rng(3)
-    emulated = Host(machine, threads=64, seed=seed)
     # Whole rows and others, and rows that are not a multiple of those of a simdgroup.
-    for i, (Dk, Dv) in enumerate([(128, 4), (40, 3), (200, 4), (256, 8)]):
+    shapes = [(128, 4, 1), (40, 3, 1), (200, 4, 1), (256, 8, 1)]
+    shapes += [(128, 24, 2), (128, 12, 2), (40, 5, 2)]
+    for i, (Dk, Dv, rows) in enumerate(shapes):
+        emulated = Host(machine, threads=64, seed=seed, rows=rows)
         dtype = dtypes[i % len(dtypes)]
         size = {"B": 2, "T": 3, "Hk": 2, "Hv": 4, "Dk": Dk, "Dv": Dv}
         args = delta_case(rng, **size, dtype=dtype) | {"steps": [2, 3 * (i % 2)]}
         yield emulated.gated_delta_replay(**args, dtype=dtype)
         del args["q"]
-        yield [emulated.gated_delta_replay(**args, dtype=dtype)]
+        yield [emulated.gated_delta_replay(**args, dtype=dtype, in_place=rows == 2)]
     # What lies behind the end of a row stays 0.
     args = delta_case(rng, 1, 1, 1, 1, Dk=38, Dv=2, dtype="float32") | {"steps": [1]}
     args |= {name: np.abs(args[name]) for name in ("k", "q")}
     args["v"][:] = np.inf
-    yield emulated.gated_delta_replay(**args)
+    yield Host(machine, threads=64, seed=seed).gated_delta_replay(**args)
 
 
 SAMPLING = [units, coupled, flaws, drafts, borders, filters, turns, sampling]

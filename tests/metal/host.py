@@ -152,10 +152,13 @@ def verify_arguments(x, y, draft_tokens, coins, lengths, allowed, sizes, params)
 class Host:
     """The ops on an emulator. ``launch`` arguments: see ``emulator.Emulator``."""
 
-    def __init__(self, emulator, chunk=None, threads=None, seed=0, part=None):
+    def __init__(
+        self, emulator, chunk=None, threads=None, seed=0, part=None, rows=None
+    ):
         self.emulator = emulator
         self.chunk = chunk
         self.part = part
+        self.rows = rows
         self.threads = threads
         self.seed = seed
 
@@ -388,7 +391,10 @@ class Host:
             9: constants,
         }
         threads = self.threads or 64
-        grid = (-(-Dv // (threads // 8)), Hv, B)
         size = 128 if Dk <= 128 else 256
-        self.launch(f"gated_delta_replay_{dtype}_{size}", grid, threads, buffers)
+        many = size == 128 and B * Hv * Dv >= 16384
+        rows = self.rows or (2 if many else 1)
+        grid = (-(-Dv // (threads // 8 * rows)), Hv, B)
+        name = f"gated_delta_replay_{dtype}_{size}_{rows}"
+        self.launch(name, grid, threads, buffers)
         return (out, load(y, dtype)) if has_q else out

@@ -75,6 +75,7 @@ def delta_case(rng, B, T, Hk, Hv, Dk, Dv, dtype):
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 SHAPES = [
     {"B": 1, "T": 5, "Hk": 2, "Hv": 4, "Dk": 128, "Dv": 20},
+    {"B": 2, "T": 3, "Hk": 1, "Hv": 2, "Dk": 128, "Dv": 24},
     {"B": 2, "T": 1, "Hk": 1, "Hv": 1, "Dk": 16, "Dv": 33},
     {"B": 3, "T": 3, "Hk": 1, "Hv": 3, "Dk": 7, "Dv": 1},
     {"B": 2, "T": 2, "Hk": 1, "Hv": 2, "Dk": 200, "Dv": 6},
@@ -97,6 +98,20 @@ def test_gated_delta_replay_equals_the_oracle(machine, shape, dtype):
         del args["q"]
         again = emulated.gated_delta_replay(**args, dtype=dtype)
         np.testing.assert_array_equal(again, got)
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s["Dk"] <= 128], ids=str)
+def test_rows_of_a_lane_change_no_bit(machine, shape):
+    args = delta_case(np.random.default_rng(7), **shape, dtype="bfloat16")
+    for threads in (32, 64):
+        one, two = (
+            Host(machine, threads=threads, rows=rows).gated_delta_replay(
+                **args, dtype="bfloat16"
+            )
+            for rows in (1, 2)
+        )
+        np.testing.assert_array_equal(one[0], two[0])
+        np.testing.assert_array_equal(one[1], two[1])
 
 
 def test_gated_delta_replay_stops_at_its_steps(machine):
