@@ -195,6 +195,20 @@ def test_the_embedded_vocabulary_of_a_large_model(fake):
         agree(got, ops.verify_draft(*args, **u, draft_params=None, **filters))
 
 
+@pytest.mark.parametrize(("heads", "rows"), [(127, 1), (128, 2)])
+def test_many_rows_share_their_keys(fake, heads, rows):
+    k = mx.random.normal((1, 1, 1, 4))
+    v, g = mx.random.normal((1, 1, heads, 128)), mx.full((1, 1, heads), 0.5)
+    state = mx.random.normal((1, heads, 128, 4))
+    args = state, k, v, g, g, mx.array([1])
+    fake.dispatches()
+    out = fake.ops.gated_delta_replay(*args)
+    assert mx.allclose(out, ops.gated_delta_replay(*args), atol=1e-5).item()
+    (dispatch,) = fake.dispatches()
+    assert dispatch.kernel == f"gated_delta_replay_float32_128_{rows}"
+    assert dispatch.grid == (16 // rows, heads, 1)
+
+
 def test_refuses_more_key_dims_than_the_kernel_has_registers_for(fake):
     k, one = mx.zeros((1, 1, 1, 257)), mx.zeros((1, 1, 1))
     out = fake.ops.gated_delta_replay(
