@@ -1,12 +1,28 @@
 #include "ops/params.h"
 
 #include <cmath>
+#include <map>
 
 #include "ops/checks.h"
 
 namespace mlx_mtp {
 
 namespace {
+
+constexpr size_t MAX_NUMBERS = 64;
+
+// One array for each number: calls have the same few again and again.
+mx::array number(float value) {
+  static thread_local std::map<float, mx::array> numbers;
+  auto it = numbers.find(value);
+  if (it != numbers.end()) {
+    return it->second;
+  }
+  if (numbers.size() == MAX_NUMBERS) {
+    numbers.clear();
+  }
+  return numbers.emplace(value, mx::array(value, mx::float32)).first->second;
+}
 
 mx::array param_array(
     const char* op,
@@ -23,7 +39,7 @@ mx::array param_array(
           << *value << ".";
       throw std::invalid_argument(msg.str());
     }
-    return mx::array(*value, mx::float32);
+    return number(*value);
   }
   auto& x = std::get<mx::array>(param);
   if (x.ndim() != 0 && !(batch && x.shape() == mx::Shape{*batch})) {
