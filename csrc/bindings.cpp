@@ -167,8 +167,7 @@ NB_MODULE(_ext, m) {
 
         Raises:
             TypeError: An argument is no array.
-            ValueError: ``spin_us`` is negative, or a transformation such as
-              ``mx.grad`` is at work.
+            ValueError: ``spin_us`` is negative.
 
         Example:
             >>> x = mx.ones(2) + 1

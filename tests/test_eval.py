@@ -67,7 +67,16 @@ def test_within_a_transformation():
     def f(x):
         y = x * 2
         eval(y)
-        return y
+        return y * y
 
-    with pytest.raises(ValueError, match="Not allowed inside a graph transformation"):
-        mx.grad(f)(mx.array(1.0))
+    assert mx.grad(f)(mx.array(3.0)).item() == 24
+
+
+def test_an_error_of_an_evaluation():
+    stream = mx.new_stream(mx.cpu)
+    singular = mx.linalg.inv(mx.zeros((4, 4)), stream=stream)
+    with pytest.raises(RuntimeError, match="LU factorization failed"):
+        eval(singular)
+    x = mx.add(mx.ones(2), 1, stream=stream)
+    eval(x)
+    assert x.tolist() == [2, 2]
