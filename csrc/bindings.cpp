@@ -158,20 +158,20 @@ NB_MODULE(_ext, m) {
         A thread that sleeps until a GPU is done wakes late, by about 30
         microseconds on an H200. This one looks for the results for ``spin_us``
         before it sleeps, which keeps a core busy. Worth it where the host needs
-        the result of a few short kernels, such as one ``verify_draft``. On the CPU
-        it is ``mx.eval``.
+        the result of a few short kernels, such as one ``verify_draft``. Where no
+        array is computed on a GPU it is ``mx.eval``.
 
         Args:
-            *arrays (array): Of any streams.
+            *arrays (array): Of any streams. Not trees of arrays.
             spin_us (int): Microseconds, at least 0. Default: ``200``.
 
         Raises:
-            TypeError: An argument is no array.
+            TypeError: An argument is no array, or ``spin_us`` no int32.
             ValueError: ``spin_us`` is negative.
 
         Example:
             >>> x = mx.ones(2) + 1
-            >>> eval(x)
+            >>> ops.eval(x)
       )pbdoc");
   m.def(
       "gated_delta_replay",
